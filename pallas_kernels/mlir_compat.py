@@ -15,6 +15,7 @@ rename them, so no other file of pallas_kernels imports from `jax._src`, `jaxlib
 | `bitcast`, `vector_slice` | reinterpret or cut the bits of one register | `lax` works on whole arrays, whose layout inference rejects these views |
 | `memref_reshape`, `memref_slice` | views of an array in shared memory | `ref.at` views of strided columns fail in layout inference |
 | `memref_ptr` | the address of an array in device memory | plgpu has no addresses, which two GPUs exchange |
+| `warpgroup_barrier` | a barrier of a warpgroup's threads | that of plgpu also orders copies by TMA, which takes longer |
 | `llvm` | the MLIR dialect with inline PTX | missing from `jax.extend.mlir.dialects` |
 
 `ir` and the dialects `arith`, `memref`, `scf` and `vector` are public (`jax.extend.mlir`).
@@ -34,6 +35,7 @@ from jax.experimental.mosaic.gpu.utils import (
     memref_reshape,
     memref_slice,
     vector_slice,
+    warpgroup_barrier,
 )
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, scf, vector
@@ -62,4 +64,5 @@ __all__ = [
     "tmem_native_layout",
     "vector",
     "vector_slice",
+    "warpgroup_barrier",
 ]

@@ -8,8 +8,8 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-# Threads of XLA. Mosaic's interpreter blocks one for each warpgroup that waits, in clusters of up to eight.
-os.environ.setdefault("NPROC", "12")
+# Threads of XLA. Mosaic's interpreter blocks one for each warpgroup that waits, in clusters of up to eight blocks with two.
+os.environ.setdefault("NPROC", "24")
 CHEAP = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_parallel_codegen_split_count=1"  # the workers keep the cores busy; parts cost more

@@ -33,7 +33,7 @@ from pallas_kernels.dispatch import Launch
 from pallas_kernels.moe import mosaic_norm_send, mosaic_plan, mosaic_route
 from pallas_kernels.moe.mosaic_layout import Plan, Scratch, scratch_types
 from pallas_kernels.moe.mosaic_norm_send import BLOCKS, EXPERTS, TILE, Messages, Sizes
-from pallas_kernels.moe.mosaic_plan import Results, clear_padding, plan_rows
+from pallas_kernels.moe.mosaic_plan import Results, plan_rows, prepare
 from pallas_kernels.rms_norm.mosaic_gpu import Added, RowNorm
 from pallas_kernels.weight_tiles.codecs import STEP
 from pallas_kernels.weight_tiles.format import Format, fetch_tile, swizzled
@@ -101,7 +101,7 @@ def norm_and_route(
     if out_dtypes[0] != jnp.bfloat16:
         raise ValueError(f"the router reads bfloat16 rows: {out_dtypes[0]=}")
     sizes = Sizes(R, D, 8 if R <= 8 else 16)
-    plan = Plan(R, E, top_k, normalize, tokens, shared)
+    plan = Plan(R, E, top_k, normalize, tokens, shared, launch.interpret is not None)
     row_norm = RowNorm(D, h.dtype, eps, None)
     form = Format.of(weight, None, launch.device)
     groups = row_norm.config.groups
@@ -110,7 +110,7 @@ def norm_and_route(
     messages = mosaic_norm_send.memory(sizes, plan.load_shape, groups, launch)
     squares, stored = row_norm.scratch(pl.cdiv(R, BLOCKS))
     planned = scratch_types(plan, staged=False)
-    for received in ("logits_smem", "loaded_barrier", "cluster_barrier"):
+    for received in ("logits_smem", "loaded_barrier"):
         planned.pop(received)
 
     def norm_rows(rows_gmem, sum_gmem, normed_gmem, squares_smem, stored_barrier, sender: Messages):
@@ -153,8 +153,7 @@ def norm_and_route(
         block, g = lax.axis_index("block"), lax.axis_index("group")
         of_messages = {name: scratch_refs.pop(name) for name in messages.scratch}
         sender = Messages(sizes, block, g, *exchanged, **of_messages)
-        planned_refs = dict.fromkeys(("loaded_barrier", "cluster_barrier"))
-        scratch = Scratch(**scratch_refs, logits_smem=sender.logits_smem, **planned_refs)
+        scratch = Scratch(**scratch_refs, logits_smem=sender.logits_smem)
 
         products = [_Product(g * each + i, block, sizes.own_steps) for i in range(each)]
         for one in products:
@@ -188,10 +187,10 @@ def norm_and_route(
 
         @pl.when((block == 0) & (g == 0))
         def _():
-            clear_padding(plan, scratch)
+            prepare(plan, results_gmem, scratch)
             sender.receive_logits()
             plan_rows(
-                plan, 0, sender.logits_smem, bias_gmem, None, items, results_gmem, None, scratch
+                plan, 0, sender.logits_smem, bias_gmem, None, items, results_gmem, [], scratch
             )
 
     tiles = D // _COLUMNS

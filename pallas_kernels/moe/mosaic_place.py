@@ -23,7 +23,13 @@ from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.moe import mosaic_route
 from pallas_kernels.moe.mosaic_route import ROWS, load_flat, padded_experts
-from pallas_kernels.moe.mosaic_sort import items_of, popcount, scan_items, store_experts
+from pallas_kernels.moe.mosaic_sort import (
+    items_of,
+    popcount,
+    scan_items,
+    store_count,
+    store_experts,
+)
 
 _LAYOUT = plgpu.Layout.WGMMA
 _WIDTH = 64
@@ -78,6 +84,7 @@ def place(
     top_k, padded_rows = ids.shape
     blocks, Ep = counts.shape
     chunks = pl.cdiv(items, ROWS) * 2
+    interpreted = launch.interpret is not None
 
     def body(
         ids_gmem,
@@ -107,12 +114,8 @@ def place(
         tiles = items_of(total, tokens)
         tiles_smem[...] = tiles
         zero = counts_smem[0, 0] >> 30  # always 0, opaque to the compiler: prevents unrolling
-        num_items = scan_items(Ep, tiles_smem, ends_smem, zero)
-
-        @pl.when(g == 0)
-        def _():
-            for start in range(0, ROWS, 32):
-                num_items_gmem[pl.ds(start, 32)] = num_items
+        scan_items(Ep, tiles_smem, ends_smem, interpreted)
+        store_count(ends_smem, num_items_gmem, g, interpreted)
 
         base = (load_flat(ends_smem, Ep) - tiles) * tokens + earlier
         for i, group in enumerate(groups):
@@ -134,7 +137,7 @@ def place(
             return 0
 
         lax.fori_loop(0, top_k + zero, store_slots, 0)
-        store_experts(E, ends_smem, (g, blocks), chunks, zero, experts_gmem)
+        store_experts(E, ends_smem, (g, blocks), experts_gmem, None, interpreted)
 
     return plgpu.kernel(
         body,

@@ -22,14 +22,15 @@ from pallas_kernels.moe import mosaic_route
 from pallas_kernels.moe.mosaic_layout import Own, Plan, Scratch, scratch_types
 from pallas_kernels.moe.mosaic_route import ROWS
 from pallas_kernels.moe.mosaic_sort import (
+    clear_columns,
+    clear_masks,
     exchange_counts,
     find_slots,
-    items_of,
-    load_masks,
-    popcount,
-    scan_items,
+    place_experts,
+    store_columns,
+    store_count,
     store_experts,
-    store_hits,
+    store_masks,
 )
 from pallas_kernels.moe.mosaic_topk import choose, load_logits, softmax
 
@@ -66,12 +67,10 @@ def _chunks(items: int) -> int:
     return pl.cdiv(items, ROWS) * 2
 
 
-def clear_padding(plan: Plan, scratch: Scratch) -> None:
-    """Before `plan_rows`: zeros for the padding rows of the results."""
-    if plan.columns > plan.block.rows:
-        zeros = lambda ref: plgpu.layout_cast(jnp.zeros(ref.shape, ref.dtype), plan.block.tall)
-        for ref in (scratch.weights_smem, scratch.slots_smem):
-            ref[...] = zeros(ref)
+def prepare(plan: Plan, results_gmem: Results, scratch: Scratch) -> None:
+    """Before `plan_rows`, without the logits: zeros for the masks, and for the columns of the results that have no row."""
+    clear_columns(plan, [results_gmem.weights_gmem, results_gmem.slots_gmem])
+    clear_masks(scratch.masks_smem, plan.interpreted)
 
 
 def plan_rows(
@@ -82,7 +81,7 @@ def plan_rows(
     own: Own | None,
     items: int,
     results_gmem: Results,
-    counts_gmem: Any,
+    counts_gmem: list[Any],
     scratch: Scratch,
 ) -> None:
     """Routes the rows of block g and builds its share of the worklist, by one warpgroup.
@@ -90,68 +89,39 @@ def plan_rows(
     Args:
       source_ref: the block's logits, float32 `plan.load_shape`, in shared or device memory.
       bias_gmem: [padded E], if any.
-      counts_gmem: int32 [blocks, Ep], to exchange counts; unused by a single block.
+      counts_gmem: int32 [blocks, Ep], to exchange counts, of several blocks.
     """
-    block, blocks, columns = plan.block, plan.blocks, plan.columns
-    rows, Ep = block.rows, plan.Ep
-    weights_gmem, slots_gmem, experts_gmem, num_items_gmem = results_gmem
-    weights_smem, slots_smem = scratch.weights_smem, scratch.slots_smem
-    first_row = g * rows
+    interpreted = plan.interpreted
+    first_row = g * plan.rows
     if not plan.normalize:
         parts = mosaic_route.load_parts(source_ref, bias_gmem, plan.E)
         scratch.total_smem[...] = mosaic_route.sum_of_exps(parts)
 
-    # Stage 1: top-k. logits_reg [rows, Ep] with -inf at chosen experts, values and ids [k8, rows].
+    # Stage 1: top-k. logits_reg [loaded rows, Ep], values and ids [k8, rows].
     logits_reg = load_logits(plan, source_ref, bias_gmem)
-    logits_reg, values_reg, ids_reg = choose(plan, logits_reg)
-    row_reg = store_hits(plan, logits_reg, first_row, scratch.hits_smem, own)
-    scratch.ids_smem[...] = ids_reg
-    zero = scratch.ids_smem[0, 0] >> 30  # always 0, opaque to the compiler: prevents unrolling
-    total_smem = scratch.total_smem if not plan.normalize else None
-    weights_reg = softmax(plan, values_reg, total_smem, scratch.powers_smem)  # [k8, rows]
-    if own is not None:
-        weights_reg = jnp.where(own.has(ids_reg), weights_reg, 0.0)
-    weights_smem[:, pl.ds(0, rows)] = weights_reg
-    plgpu.commit_smem()
+    values_reg, ids_reg = choose(plan, logits_reg, scratch.keys_smem, scratch.ids_smem)
 
-    def store(tile_smem, target_gmem) -> None:
-        columns_gmem = target_gmem.at[:, pl.ds(first_row, columns)]
-        copy = lambda: plgpu.copy_smem_to_gmem(tile_smem.at[pl.ds(0, plan.top_k)], columns_gmem)
-        pl.when(first_row < plan.padded_rows)(copy)  # the last blocks may have no rows
+    # Stages 2 and 3: the rows that chose each expert.
+    store_masks(plan, ids_reg, first_row, scratch.masks_smem, own)
+    if plan.blocks > 1:
+        exchange_counts(plan, g, counts_gmem, scratch)
 
-    store(weights_smem, weights_gmem)
-
-    # Stages 2 and 3: rows per expert; masks, count and earlier are int32 [Ep].
-    masks_reg = load_masks(plan, scratch.hits_smem)
-    count_reg = functools.reduce(jnp.add, map(popcount, masks_reg))
-    earlier_reg = 0
-    if blocks > 1:
-        count_reg, earlier_reg = exchange_counts(plan, count_reg, g, counts_gmem, scratch)
-
-    # Stage 4: items per expert [Ep], and their prefix sum.
-    whole_reg = items_of(count_reg, plan.tokens)
-    tiles_reg = jnp.minimum(count_reg, 1) if plan.shared else whole_reg
-    scratch.tiles_smem[...] = tiles_reg
-    num_items = scan_items(Ep, scratch.tiles_smem, scratch.ends_smem, zero)
-
-    @pl.when(g == 0)
-    def _():
-        for start in range(0, ROWS, 32):
-            num_items_gmem[pl.ds(start, 32)] = num_items
-
-    # Stages 5 and 6: slots [k8, rows] of this block's rows, and the expert of each item.
-    first_reg = (plan.load_flat(scratch.ends_smem) - tiles_reg) * plan.tokens
-    slots_reg = find_slots(
-        plan, masks_reg, first_reg, earlier_reg, row_reg, first_row, zero, scratch
-    )
+    # Stages 4 to 6: slots [k8, rows] of this block's rows, and the expert of each item.
+    place_experts(plan, g, scratch)
+    slots_reg = find_slots(plan, ids_reg, first_row, scratch)
     if own is not None:  # own experts leave the last row free, see `own_items`
         slots_reg = jnp.where(own.has(ids_reg), slots_reg, items * plan.tokens - 1)
-    slots_smem[:, pl.ds(0, rows)] = slots_reg
-    plgpu.commit_smem()
-    store(slots_smem, slots_gmem)
-    blocks_of = g, blocks
-    store_experts(plan.E, scratch.ends_smem, blocks_of, _chunks(items), zero, experts_gmem, own)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    store_columns(plan, slots_reg, results_gmem.slots_gmem, first_row)
+    of_block = g, plan.blocks
+    store_experts(plan.E, scratch.ends_smem, of_block, results_gmem.experts_gmem, own, interpreted)
+    store_count(scratch.ends_smem, results_gmem.num_items_gmem, g, interpreted)
+
+    # The rest of stage 1, which nothing waits for.
+    total_smem = scratch.total_smem if not plan.normalize else None
+    weights_reg = softmax(plan, values_reg, total_smem)  # [k8, rows]
+    if own is not None:
+        weights_reg = jnp.where(own.has(ids_reg), weights_reg, 0.0)
+    store_columns(plan, weights_reg, results_gmem.weights_gmem, first_row)
 
 
 @functools.partial(
@@ -184,20 +154,25 @@ def route_and_plan(
     """
     if not fits(*logits.shape, top_k, tokens):
         raise ValueError(f"{logits.shape=} {top_k=} {tokens=} exceed the limits of this kernel")
-    plan = Plan(*logits.shape, top_k, normalize, tokens, shared)
+    interpreted = launch.interpret is not None
+    plan = Plan(*logits.shape, top_k, normalize, tokens, shared, interpreted)
     logits = mosaic_route.pad_for_copy(logits)
     blocks, Ep = plan.blocks, plan.Ep
-    staged = not normalize or logits.shape != (blocks * plan.block.rows, Ep)
+    staged = not normalize or logits.shape != (blocks * plan.rows, Ep)
     operands = [logits, *mosaic_route.padded_bias(bias)]
     if first is not None:
         operands.append(first.reshape(1))
 
+    num_refs = len(operands) - 1 + len(Results._fields)
+    exchanged = [jax.ShapeDtypeStruct((blocks, Ep), jnp.int32)] if blocks > 1 else []
+
     def body(
         logits_gmem,  # [R, E] float32, rows padded for TMA
-        *refs,  # bias [padded E] and first [1], if any; the results; int32 [blocks, Ep] to exchange counts
+        *refs,  # bias [padded E] and first [1], if any; the results; `exchanged`
         **scratch_refs,
     ):
-        *bias_gmem, weights_gmem, slots_gmem, experts_gmem, num_items_gmem, counts_gmem = refs
+        *bias_gmem, weights_gmem, slots_gmem, experts_gmem, num_items_gmem = refs[:num_refs]
+        counts_gmem = refs[num_refs:]
         own = None
         if first is not None:
             first_gmem = bias_gmem.pop()
@@ -205,22 +180,22 @@ def route_and_plan(
         scratch = Scratch(**scratch_refs)
         g = lax.axis_index("block")
         load_rows, load_columns = plan.load_shape
-        source_ref = logits_gmem.at[pl.ds(g * plan.block.rows, load_rows), pl.ds(0, load_columns)]
+        source_ref = logits_gmem.at[pl.ds(g * plan.rows, load_rows), pl.ds(0, load_columns)]
         if staged:
             plgpu.copy_gmem_to_smem(
                 source_ref, scratch.logits_smem, scratch.loaded_barrier,
                 oob_mode=plgpu.OOBFillMode.ZEROS,
             )  # fmt: skip
-        clear_padding(plan, scratch)
+        results_gmem = Results(weights_gmem, slots_gmem, experts_gmem, num_items_gmem)
+        prepare(plan, results_gmem, scratch)
         if staged:
             plgpu.barrier_wait(scratch.loaded_barrier)
             source_ref = scratch.logits_smem
-        results_gmem = Results(weights_gmem, slots_gmem, experts_gmem, num_items_gmem)
         plan_rows(plan, g, source_ref, bias_gmem, own, items, results_gmem, counts_gmem, scratch)
 
     outputs = plgpu.kernel(
         body,
-        out_type=(*results(plan, items), jax.ShapeDtypeStruct((blocks, Ep), jnp.int32)),
+        out_type=(*results(plan, items), *exchanged),
         scratch_types=scratch_types(plan, staged),
         # No scratch: every reduction stays within a warp, which saves two barriers each.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),

@@ -17,21 +17,19 @@ with bit masks. Example with R = 4 rows, E = 4 experts, k = 2 and items of `toke
     expert of item i      number of ends <= i:  0 0 2 3
 
     stage                what the block computes                                  layout
-    2  store_hits        1 << (row % 16) where a row chose an expert              [rows, Ep] shared memory
-       load_masks        masks, 16 rows each                                      [Ep] registers
-    3  exchange_counts   rows per expert of the cluster, and of earlier blocks    [Ep] registers
-    4  scan_items        ends                                                     [Ep] shared memory
+    2  store_masks       masks                                                    [Ep] shared memory
+    3  exchange_counts   rows per expert of each block                            [blocks, Ep] shared memory
+    4  place_experts     ends, and first slots of the block's rows                [Ep] shared memory
     5  find_slots        slots of the block's rows                                [k8, rows] registers
     6  store_experts     expert of each item                                      device memory
 
-A device that has only some experts (`Own`) stores hits of these alone. Others then have no items, and the items of
+A device that has only some experts (`Own`) stores masks of these alone. Others then have no items, and the items of
 its own experts begin at slot 0. With `own` = experts 2 and 3 above: ends 0 0 1 2, slots of these experts 0, 3, 1, 2.
 
-All numbers are int32. The argument `zero` is 0 at run time, but the compiler does not know it: it keeps loops
-from being unrolled, because code that runs once is limited by instruction fetch.
+All numbers are int32. What a thread does alone is in operations of `mosaic_lanes`. Their loops are not unrolled, because
+code that runs once is limited by instruction fetch.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -40,72 +38,134 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.moe.mosaic_layout import Own, Plan, Rows, Scratch
-from pallas_kernels.moe.mosaic_route import padded_experts
-
-_BY_32 = Rows(32)
-"""Layout of [32, n] arrays of per-expert numbers, 32 experts or items at a time."""
+from pallas_kernels.moe import mosaic_lanes as lanes
+from pallas_kernels.moe.mosaic_layout import Own, Plan, Scratch
+from pallas_kernels.moe.mosaic_route import load_flat
 
 
-def store_hits(
-    plan: Plan, logits_reg: jax.Array, first_row: Any, hits_smem: Any, own: Own | None
-) -> jax.Array:
-    """Stores 1 << (row % 16) to hits_smem [rows, Ep] where `choose` has left -inf in logits_reg [rows, Ep].
+def clear_masks(masks_smem: Any, interpreted: bool) -> None:
+    """Stores zeros to masks_smem [n], n <= 128, and waits until the whole warpgroup has."""
+    count = masks_smem.shape[0]
+    if interpreted:
+        masks_smem[...] = jnp.zeros((count,), jnp.int32)
+        return
 
-    Experts that are not in `own` get no hits.
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def clear(_, masks):
+        thread = lanes.thread()
+        place = lanes.plus(lanes.address(masks), lanes.times(thread, 4))
+        lanes.store(place, 0, lanes.less(thread, count))
+        lanes.sync_warpgroup()
 
-    Returns:
-      the row iota [rows, Ep] in registers.
+    clear(masks_smem)
+
+
+def store_masks(
+    plan: Plan, ids_reg: jax.Array, first_row: Any, masks_smem: Any, own: Own | None
+) -> None:
+    """Sets bit r of masks_smem [Ep], which is zeros, for each expert of row r of the block; ids_reg is [k8, rows].
+
+    Rows past R and experts that are not in `own` set no bits.
     """
-    block = plan.block
-    row = block.iota(plan.Ep, 0)
-    hit = (logits_reg == -jnp.inf) & (row + first_row < plan.R)
-    if plan.Ep > plan.E:
-        hit = hit & (block.iota(plan.Ep, 1) < plan.E)
+    row = plan.tall_iota(1)
+    is_hit = (row + first_row < plan.R) & (plan.tall_iota(0) < plan.top_k)
     if own is not None:
-        hit = hit & own.has(block.iota(plan.Ep, 1))
-    hits_smem[...] = jnp.where(hit, 1 << (row & 15), 0)
-    return row
-
-
-def load_masks(plan: Plan, hits_smem: Any) -> list[jax.Array]:
-    """The bit masks [Ep] in registers of each 16 rows: the sum of their hits."""
-    masks = []
-    for start in range(0, min(plan.block.rows, plan.R), 16):
-        lines = [plan.load_flat(hits_smem.at[start + i]) for i in range(min(16, plan.R))]
-        masks.append(functools.reduce(jnp.add, lines))
-    return masks
+        is_hit = is_hit & own.has(ids_reg)
+    bits = jnp.where(is_hit, 1 << row, 0)
+    lanes.or_at(masks_smem, ids_reg, bits, plan.tall, plan.interpreted)
 
 
 def popcount(mask: jax.Array) -> jax.Array:
-    """Number of set bits among the lowest 16; the upper bits are 0."""
-    mask = mask - ((mask >> 1) & 0x5555)
-    mask = (mask & 0x3333) + ((mask >> 2) & 0x3333)
-    mask = (mask + (mask >> 4)) & 0x0F0F
-    return (mask + (mask >> 8)) & 0x1F
+    """Number of set bits."""
+    mask = mask - ((mask >> 1) & 0x55555555)
+    mask = (mask & 0x33333333) + ((mask >> 2) & 0x33333333)
+    mask = (mask + (mask >> 4)) & 0x0F0F0F0F
+    return (mask * 0x01010101) >> 24
 
 
-def exchange_counts(
-    plan: Plan, count_reg: jax.Array, g: Any, counts_gmem: Any, scratch: Scratch
-) -> tuple[jax.Array, jax.Array]:
-    """Rows per expert of the whole cluster, and of the blocks before block g; both [Ep] in registers.
+def exchange_counts(plan: Plan, g: Any, counts_gmem: list[Any], scratch: Scratch) -> None:
+    """Rows per expert of each block of the cluster, to counts_smem [blocks, Ep] of all blocks. A thread may read them at once.
 
-    count_reg [Ep] are those of block g, counts_gmem is [blocks, Ep]. The counts go by TMA through L2, then a cluster barrier, then each block reads all counts. The TMA
-    store is complete before the block arrives at the barrier.
+    The counts go by TMA through L2, then a cluster barrier, then each block reads all counts. The TMA store is complete
+    before the block arrives at the barrier.
     """
     counts_smem = scratch.counts_smem
-    counts_smem[0] = count_reg
+    counts_smem[0] = popcount(load_flat(scratch.masks_smem, plan.Ep))
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(counts_smem.at[0], counts_gmem.at[g])
+    plgpu.copy_smem_to_gmem(counts_smem.at[0], counts_gmem[0].at[g])
     plgpu.wait_smem_to_gmem(0)
     plgpu.barrier_arrive(scratch.cluster_barrier)
     plgpu.barrier_wait(scratch.cluster_barrier)
-    plgpu.copy_gmem_to_smem(counts_gmem, counts_smem, scratch.loaded_barrier)
+    plgpu.copy_gmem_to_smem(counts_gmem[0], counts_smem, scratch.loaded_barrier)
     plgpu.barrier_wait(scratch.loaded_barrier)
-    counts = [plan.load_flat(counts_smem.at[i]) for i in range(plan.blocks)]
-    total = functools.reduce(jnp.add, counts)
-    earlier = [count * (i < g).astype(jnp.int32) for i, count in enumerate(counts)]
-    return total, functools.reduce(jnp.add, earlier)
+
+
+def place_experts(plan: Plan, g: Any, scratch: Scratch) -> None:
+    """Ends of the experts' items, and the first slots of their rows in block g: ends_smem and base_smem [Ep].
+
+    It reads masks_smem, or counts_smem of several blocks. Each warp computes and stores all of it, so that none waits for
+    another: a lane has Ep / 32 adjacent experts. A thread may read the results at once.
+    """
+    masks_smem, counts_smem = scratch.masks_smem, scratch.counts_smem
+    if plan.interpreted:
+        counts = popcount(masks_smem[...])[None] if plan.blocks == 1 else counts_smem[...]
+        count = counts.sum(0, dtype=jnp.int32)
+        is_before = jnp.arange(plan.blocks)[:, None] < g
+        earlier = jnp.where(is_before, counts, 0).sum(0, dtype=jnp.int32)
+        tiles = jnp.minimum(count, 1) if plan.shared else items_of(count, plan.tokens)
+        ends = jnp.cumsum(tiles)
+        scratch.ends_smem[...] = ends
+        first = (ends - tiles) * plan.tokens
+        scratch.base_smem[...] = first if plan.shared else first + earlier
+        return
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, lanes.SCALAR))
+    def place(_, masks, counts, ends, base, block):
+        starts = [lanes.address(ref) for ref in (masks, counts, ends, base)]
+        _place_experts(plan, *starts, lanes.scalar(block))
+
+    place(masks_smem, counts_smem, scratch.ends_smem, scratch.base_smem, g)
+
+
+def _place_experts(plan: Plan, masks: Any, counts: Any, ends: Any, base: Any, block: Any) -> None:
+    """What one thread does in `place_experts`; arguments are the addresses of [Ep], counts of [blocks, Ep]."""
+    width = plan.Ep // 32
+    first = lanes.times(lanes.both(lanes.thread(), 31), 4 * width)
+    if plan.blocks == 1:
+        count = [lanes.popcount(mask) for mask in lanes.load(lanes.plus(masks, first), width)]
+        earlier = [0] * width
+    else:
+        count, earlier = [0] * width, [0] * width
+        for i in range(plan.blocks):
+            is_own = lanes.equal(block, i)
+            place = lanes.plus(counts, lanes.plus(first, 4 * plan.Ep * i))
+            for e, more in enumerate(lanes.load(place, width)):
+                earlier[e] = lanes.select(is_own, count[e], earlier[e])
+                count[e] = lanes.plus(count[e], more)
+    if plan.shared:
+        tiles = [lanes.smaller(x, 1) for x in count]
+    else:
+        padded = [lanes.plus(x, plan.tokens - 1) for x in count]
+        tiles = [lanes.divided(x, plan.tokens) for x in padded]
+    for e, end in enumerate(_scan(tiles)):
+        slot = lanes.times(lanes.minus(end, tiles[e]), plan.tokens)
+        if not plan.shared:
+            slot = lanes.plus(slot, earlier[e])
+        lanes.store(lanes.plus(ends, lanes.plus(first, 4 * e)), end)
+        lanes.store(lanes.plus(base, lanes.plus(first, 4 * e)), slot)
+    lanes.sync_warp()
+
+
+def _scan(numbers: list) -> list:
+    """Inclusive prefix sums over a warp whose lanes have adjacent numbers."""
+    sums = numbers[:1]
+    for x in numbers[1:]:
+        sums.append(lanes.plus(sums[-1], x))
+    upto = sums[-1]
+    for distance in (1, 2, 4, 8, 16):
+        upto = lanes.add_lane_below(upto, distance)
+    before = lanes.minus(upto, sums[-1])
+    return [lanes.plus(before, x) for x in sums]
 
 
 def items_of(count: jax.Array, tokens: int) -> jax.Array:
@@ -116,98 +176,197 @@ def items_of(count: jax.Array, tokens: int) -> jax.Array:
     return padded >> (tokens.bit_length() - 1)
 
 
-def scan_items(Ep: int, tiles_smem: Any, ends_smem: Any, zero: Any) -> jax.Array:
-    """Inclusive prefix sum of tiles_smem [Ep] to ends_smem [Ep]; returns the total, [32], all equal.
+def scan_items(Ep: int, tiles_smem: Any, ends_smem: Any, interpreted: bool) -> None:
+    """Inclusive prefix sum of tiles_smem [Ep] to ends_smem [Ep], Ep a multiple of 32.
 
-    32 experts at a time: a triangular mask and a row sum, plus the carry of the parts before.
+    Each warp computes and stores all of it, so that none waits for another: a lane adds Ep / 32 adjacent numbers. A thread
+    may read ends_smem at once.
     """
-    upto = _BY_32.iota(32, 1) <= _BY_32.iota(32, 0)
+    if interpreted:
+        ends_smem[...] = jnp.cumsum(tiles_smem[...])
+        return
 
-    def add_part(i, carry):
-        part = pl.ds(i * 32, 32)
-        line = _BY_32.load_row(tiles_smem.at[part])
-        ends_smem[part] = jnp.sum(jnp.where(upto, line, 0), axis=1) + carry
-        return jnp.sum(line, axis=1) + carry
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def scan(_, tiles, ends):
+        width = Ep // 32
+        first = lanes.times(lanes.both(lanes.thread(), 31), 4 * width)
+        numbers = lanes.load(lanes.plus(lanes.address(tiles), first), width)
+        place = lanes.plus(lanes.address(ends), first)
+        for i, x in enumerate(_scan(numbers)):
+            lanes.store(lanes.plus(place, 4 * i), x)
+        lanes.sync_warp()
 
-    carry = plgpu.layout_cast(jnp.zeros((32,), jnp.int32), _BY_32.wide.reduce(1))
-    return lax.fori_loop(0, Ep // 32 + zero, add_part, carry)
+    scan(tiles_smem, ends_smem)
 
 
-def find_slots(
-    plan: Plan,
-    masks_reg: list[jax.Array],
-    first_reg: jax.Array,
-    earlier_reg: Any,
-    row_reg: jax.Array,
-    first_row: Any,
-    zero: Any,
-    scratch: Scratch,
-) -> jax.Array:
+def store_count(ends_smem: Any, num_items_gmem: Any, g: Any, interpreted: bool) -> None:
+    """Stores the number of items to num_items_gmem [64], all equal, from block 0."""
+    last, count = ends_smem.shape[0] - 1, num_items_gmem.shape[0]
+    if interpreted:
+
+        @pl.when(g == 0)
+        def _():
+            num_items_gmem[...] = jnp.full((count,), ends_smem[last])
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), lanes.SCALAR))
+    def put(_, ends, num_items, block):
+        thread = lanes.thread()
+        (items,) = lanes.load(lanes.plus(lanes.address(ends), 4 * last))
+        is_first = lanes.equal(lanes.scalar(block), 0)
+        where = lanes.both(is_first, lanes.less(thread, count))
+        place = lanes.global_address(num_items)
+        lanes.store_global(place, lanes.times(thread, 4), items, where)
+
+    put(ends_smem, num_items_gmem, g)
+
+
+def find_slots(plan: Plan, ids_reg: jax.Array, first_row: Any, scratch: Scratch) -> jax.Array:
     """Slots [k8, rows] of the chosen experts, in registers.
 
-    A slot and a mask are packed into one integer per expert, which a row looks up by a masked sum.
-
     Args:
-      masks_reg: [Ep] for each 16 rows.
-      first_reg: [Ep], the first slot of each expert.
-      earlier_reg: [Ep], rows of the expert in the blocks before; 0 for a single block.
-      row_reg: the row iota [rows, Ep].
+      ids_reg: [k8, rows], the chosen experts.
       first_row: the block's first row.
     """
-    block, Ep, padded = plan.block, plan.Ep, padded_experts(plan.E)
-    packed_smem, ids_smem = scratch.packed_smem, scratch.ids_smem
+    how = plan.tall, plan.interpreted
+    base = lanes.gather(scratch.base_smem, ids_reg, *how)
+    row = plan.tall_iota(1)
     if plan.shared:
-        packed_smem[0] = first_reg
-    else:
-        base = first_reg + earlier_reg
-        for i, mask in enumerate(masks_reg):
-            packed_smem[i] = (base << 16) | mask
-            base = base + popcount(mask)
-    packed = block.load_row(packed_smem.at[0])
-    if len(masks_reg) == 2 and not plan.shared:
-        packed = jnp.where(row_reg < 16, packed, block.load_row(packed_smem.at[1]))
-    from_end = padded - block.iota(Ep, 1)
-    j = block.tall_iota(ids_smem.shape, 0)
-
-    def look_up(i, entries):
-        column = plgpu.load(ids_smem.at[i], layout=block.wide.reduce(1), optimized=False)
-        chosen = block.broadcast(padded - column, Ep)
-        value = jnp.sum(jnp.where(from_end == chosen, packed, 0), axis=1)
-        return jnp.where(j == i, lax.broadcast_in_dim(value, entries.shape, (1,)), entries)
-
-    entries = jnp.zeros(ids_smem.shape, jnp.int32)
-    entries = lax.fori_loop(0, plan.top_k + zero, look_up, entries)
-    row = block.tall_iota(ids_smem.shape, 1)
-    if plan.shared:
-        return entries + (row + first_row)
-    return (entries >> 16) + popcount(entries & ((1 << (row & 15)) - 1))
+        return base + (row + first_row)
+    masks = lanes.gather(scratch.masks_smem, ids_reg, *how)
+    return base + popcount(masks & ((1 << row) - 1))
 
 
 def store_experts(
     E: int,
     ends_smem: Any,
     block: tuple[Any, int],
-    chunks: int,
-    zero: Any,
     experts_gmem: Any,
-    own: Own | None = None,
+    own: Own | None,
+    interpreted: bool,
 ) -> None:
-    """Stores the expert of each item to experts_gmem [32 * chunks]; with `own` counted from its first.
+    """Stores the expert of each item to experts_gmem [32 n]; with `own` counted from its first.
+
+    It is the number of ends that are not above the item, but the last expert for items that do not exist. A thread
+    searches the ends of one item.
 
     Args:
       ends_smem: [Ep], the prefix sum of `scan_items`.
-      block: (g, n); block g of n takes every n-th chunk.
+      block: (g, n); block g of n takes every n-th 32 items.
     """
-    ends = _BY_32.load_row(ends_smem)
     g, blocks = block
+    (Ep,) = ends_smem.shape
+    chunks = experts_gmem.shape[0] // 32
+    if interpreted:
 
-    def store_part(i, _):
-        part = (i * blocks + g) * 32
-        done = jnp.sum(jnp.where(ends <= _BY_32.iota(ends.shape[1], 0) + part, 1, 0), axis=1)
-        if own is None:
-            experts_gmem[pl.ds(part, 32)] = jnp.minimum(done, E - 1)
-        else:  # the experts before the first one have no items, so they are counted for every item
-            experts_gmem[pl.ds(part, 32)] = jnp.minimum(done - own.first, own.count - 1)
-        return 0
+        def store_part(i, _):
+            part = (i * blocks + g) * 32
+            done = (ends_smem[...] <= part + jnp.arange(32)[:, None]).sum(1, dtype=jnp.int32)
+            found = done if own is None else done - own.first
+            last = E - 1 if own is None else own.count - 1
+            experts_gmem[pl.ds(part, 32)] = jnp.minimum(found, last)
+            return 0
 
-    lax.fori_loop(0, (chunks - g + blocks - 1) // blocks + zero, store_part, 0)
+        lax.fori_loop(0, (chunks - g + blocks - 1) // blocks, store_part, 0)
+        return
+
+    firsts = [] if own is None else [own.first]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), *[lanes.SCALAR] * (1 + len(firsts)))
+    )
+    def put(_, ends, experts, block, *firsts):
+        start, to = lanes.address(ends), lanes.global_address(experts)
+        warp, lane = lanes.right(lanes.thread(), 5), lanes.both(lanes.thread(), 31)
+
+        def store_some(i, _):
+            turn = lanes.plus(lanes.times(i, 4), warp)
+            chunk = lanes.plus(lanes.times(turn, blocks), lanes.scalar(block))
+            item = lanes.plus(lanes.times(chunk, 32), lane)
+            expert = _search(start, Ep, item)
+            for first in firsts:
+                expert = lanes.minus(expert, lanes.scalar(first))
+            expert = lanes.smaller(expert, E - 1 if own is None else own.count - 1)
+            where = lanes.less(chunk, chunks)
+            lanes.store_global(to, lanes.times(item, 4), expert, where)
+            return []
+
+        lanes.loop(pl.cdiv(chunks, 4 * blocks), store_some, [])
+
+    put(ends_smem, experts_gmem, g, *firsts)
+
+
+def _search(ends: Any, Ep: int, item: Any) -> Any:
+    """How many of the Ep ends at an address are not above the item; if none is above, any number from Ep - 1 on.
+
+    A step adds a power of two if the last of these ends is not above. A step past Ep looks at the last end: if that is
+    not above, neither is any other.
+    """
+    count = lanes.word(0)
+    for bit in reversed(range((Ep - 1).bit_length())):
+        after = lanes.plus(count, 1 << bit)
+        last = lanes.minus(after, 1)
+        if Ep & (Ep - 1):
+            last = lanes.smaller(last, Ep - 1)
+        (end,) = lanes.load(lanes.plus(ends, lanes.times(last, 4)))
+        count = lanes.select(lanes.less(item, end), count, after)
+    return count
+
+
+def store_columns(plan: Plan, x_reg: jax.Array, out_gmem: Any, first_row: Any) -> None:
+    """Stores x_reg [k8, rows] to columns first_row .. of out_gmem [k, R'], without those past R'."""
+    if plan.interpreted:
+        columns = pl.ds(first_row, plan.rows)
+
+        @pl.when(first_row < plan.padded_rows)  # the last blocks may have no rows
+        def _():
+            out_gmem[:, columns] = x_reg[: plan.top_k]
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plan.tall, plgpu.RefType(), lanes.SCALAR))
+    def put(_, x, out, first):
+        to = lanes.global_address(out)
+        warp, lane = lanes.right(lanes.thread(), 5), lanes.both(lanes.thread(), 31)
+        j = lanes.both(lane, 7)
+        row = lanes.plus(lanes.times(lanes.right(lane, 3), 4), warp)
+        column = lanes.plus(lanes.scalar(first), row)
+        groups = plan.rows // 16
+        for i, word in enumerate(lanes.elements(x)):
+            entry = lanes.plus(j, 8 * (i // groups))
+            at = lanes.plus(column, 16 * (i % groups))
+            exists = lanes.less(entry, plan.top_k)
+            where = lanes.both(exists, lanes.less(at, plan.padded_rows))
+            place = lanes.plus(lanes.times(entry, plan.padded_rows), at)
+            lanes.store_global(to, lanes.times(place, 4), word, where)
+
+    put(x_reg, out_gmem, first_row)
+
+
+def clear_columns(plan: Plan, out_gmem: list[Any]) -> None:
+    """Stores zeros to the columns of each of out_gmem [k, R'] that a single block has no rows for."""
+    rows, columns = plan.rows, plan.padded_rows
+    if plan.blocks > 1:
+        return
+    if plan.interpreted:
+        for out_ref in out_gmem:
+            zeros = jnp.zeros((plan.top_k, columns - rows), out_ref.dtype)
+            out_ref[:, pl.ds(rows, columns - rows)] = zeros
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(out_gmem))
+    def clear(_, *outs):
+        thread = lanes.thread()
+        exists = lanes.less(thread, columns - rows)
+        starts = [lanes.global_address(out) for out in outs]
+
+        def clear_line(j, _):
+            place = lanes.plus(lanes.plus(lanes.times(j, columns), rows), thread)
+            for start in starts:
+                lanes.store_global(start, lanes.times(place, 4), 0, exists)
+            return []
+
+        lanes.loop(plan.top_k, clear_line, [])
+
+    clear(*out_gmem)
