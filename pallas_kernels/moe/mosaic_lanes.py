@@ -157,6 +157,12 @@ def sync_warpgroup() -> None:
     mlir.warpgroup_barrier()
 
 
+def sync_cluster() -> None:
+    """All threads of the cluster wait for each other, and see what each has stored in all blocks."""
+    text = "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;"
+    asm(text, "~{memory}", [])
+
+
 def load(place: Any, count: int = 1) -> list:
     """`count` words of shared memory from an address on, which is a multiple of 4 * count if that is a power of two."""
     wide = next(n for n in (4, 2, 1) if count % n == 0)
@@ -177,6 +183,16 @@ def load(place: Any, count: int = 1) -> list:
 def store(place: Any, x: Any, where: Any = None) -> None:
     """Stores a word to shared memory, where a condition holds."""
     _stored("st.shared.b32", "r", place, x, where)
+
+
+def store_to_block(place: Any, block: int, x: Any, where: Any) -> None:
+    """Stores a word to the shared memory of a block of the cluster, at the address that the place has in the own block."""
+    text = """{
+.reg .b32 there;
+mapa.shared::cluster.u32 there, $0, $2;
+@$3 st.shared::cluster.b32 [there], $1;
+}"""
+    asm(text, "r,r,r,b,~{memory}", [place, word(x), word(block), where])
 
 
 def store_global(place: Any, offset: Any, x: Any, where: Any = None) -> None:

@@ -105,13 +105,13 @@ class Scratch(NamedTuple):
     ends_smem: Any  # int32 [Ep], inclusive prefix sum of the items
     base_smem: Any  # int32 [Ep], first slot of the expert's rows in this block
     loaded_barrier: Any = None  # a TMA load has arrived
-    cluster_barrier: Any = None  # all blocks have stored their counts
+    cluster_barrier: Any = None  # all blocks have stored their counts, in the interpreter
 
 
 def scratch_types(plan: Plan, staged: bool) -> dict[str, Any]:
     """Scratch of a block, by the fields of `Scratch`."""
     Ep = plan.Ep
-    exchanged = plan.blocks > 1
+    exchanged = plan.interpreted and plan.blocks > 1
     meets = dict(cluster_barrier=plgpu.ClusterBarrier(collective_axes=("block",)))
     return dict(
         logits_smem=plgpu.SMEM(plan.load_shape if staged else (1, Ep), jnp.float32),

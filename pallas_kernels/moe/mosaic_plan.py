@@ -89,7 +89,7 @@ def plan_rows(
     Args:
       source_ref: the block's logits, float32 `plan.load_shape`, in shared or device memory.
       bias_gmem: [padded E], if any.
-      counts_gmem: int32 [blocks, Ep], to exchange counts, of several blocks.
+      counts_gmem: int32 [blocks, Ep], to exchange counts in the interpreter.
     """
     interpreted = plan.interpreted
     first_row = g * plan.rows
@@ -164,7 +164,9 @@ def route_and_plan(
         operands.append(first.reshape(1))
 
     num_refs = len(operands) - 1 + len(Results._fields)
-    exchanged = [jax.ShapeDtypeStruct((blocks, Ep), jnp.int32)] if blocks > 1 else []
+    exchanged = (
+        [jax.ShapeDtypeStruct((blocks, Ep), jnp.int32)] if interpreted and blocks > 1 else []
+    )
 
     def body(
         logits_gmem,  # [R, E] float32, rows padded for TMA

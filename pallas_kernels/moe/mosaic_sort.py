@@ -40,7 +40,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.moe import mosaic_lanes as lanes
 from pallas_kernels.moe.mosaic_layout import Own, Plan, Scratch
-from pallas_kernels.moe.mosaic_route import load_flat
 
 
 def clear_masks(masks_smem: Any, interpreted: bool) -> None:
@@ -86,18 +85,36 @@ def popcount(mask: jax.Array) -> jax.Array:
 def exchange_counts(plan: Plan, g: Any, counts_gmem: list[Any], scratch: Scratch) -> None:
     """Rows per expert of each block of the cluster, to counts_smem [blocks, Ep] of all blocks. A thread may read them at once.
 
-    The counts go by TMA through L2, then a cluster barrier, then each block reads all counts. The TMA store is complete
-    before the block arrives at the barrier.
+    Each block stores its counts to the shared memory of all blocks, then they meet at the barrier of the cluster. All blocks
+    have begun, because Mosaic begins the kernel with such a barrier.
+
+    In the interpreter the counts go by TMA through counts_gmem [blocks, Ep], which it checks for races.
     """
     counts_smem = scratch.counts_smem
-    counts_smem[0] = popcount(load_flat(scratch.masks_smem, plan.Ep))
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(counts_smem.at[0], counts_gmem[0].at[g])
-    plgpu.wait_smem_to_gmem(0)
-    plgpu.barrier_arrive(scratch.cluster_barrier)
-    plgpu.barrier_wait(scratch.cluster_barrier)
-    plgpu.copy_gmem_to_smem(counts_gmem[0], counts_smem, scratch.loaded_barrier)
-    plgpu.barrier_wait(scratch.loaded_barrier)
+    if plan.interpreted:
+        counts_smem[0] = popcount(scratch.masks_smem[...])
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(counts_smem.at[0], counts_gmem[0].at[g])
+        plgpu.wait_smem_to_gmem(0)
+        plgpu.barrier_arrive(scratch.cluster_barrier)
+        plgpu.barrier_wait(scratch.cluster_barrier)
+        plgpu.copy_gmem_to_smem(counts_gmem[0], counts_smem, scratch.loaded_barrier)
+        plgpu.barrier_wait(scratch.loaded_barrier)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), lanes.SCALAR))
+    def send(_, masks, counts, block):
+        thread = lanes.thread()
+        expert = lanes.smaller(thread, plan.Ep - 1)
+        (mask,) = lanes.load(lanes.plus(lanes.address(masks), lanes.times(expert, 4)))
+        line = lanes.times(lanes.scalar(block), plan.Ep)
+        place = lanes.plus(lanes.address(counts), lanes.times(lanes.plus(line, expert), 4))
+        count, is_expert = lanes.popcount(mask), lanes.less(thread, plan.Ep)
+        for to in range(plan.blocks):
+            lanes.store_to_block(place, to, count, is_expert)
+        lanes.sync_cluster()
+
+    send(scratch.masks_smem, counts_smem, g)
 
 
 def place_experts(plan: Plan, g: Any, scratch: Scratch) -> None:

@@ -268,7 +268,7 @@ class Machine:
 
 _OPERATIONS = (
     "thread", "address", "global_address", "scalar", "elements", "array", "largest", "lanes_where", "of_lane",
-    "add_lane_below", "sync_warp", "sync_warpgroup", "load", "store", "store_global",
+    "add_lane_below", "sync_warp", "sync_warpgroup", "sync_cluster", "load", "store", "store_to_block", "store_global",
     "or_shared", "loop",
 )  # fmt: skip
 

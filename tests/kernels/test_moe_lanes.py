@@ -1,6 +1,6 @@
 """Lane code of `mosaic_plan`, run on a CPU with numpy in place of MLIR (`lanes.Machine`), beside its definition.
 
-The interpreter does not run this code; a GPU runs nothing else. Blocks of a cluster are not run here.
+The interpreter does not run this code; a GPU runs nothing else.
 """
 
 import jax
@@ -125,6 +125,11 @@ CASES = [
     (13, 96, 3, 8, False),
     (16, 64, 8, 24, False),
     (16, 128, 10, 16, True),
+    (17, 128, 8, 16, False),
+    (70, 96, 4, 16, False),
+    (128, 32, 4, 24, False),
+    (200, 128, 8, 64, False),
+    (256, 64, 12, 64, False),
 ]
 
 
@@ -137,7 +142,7 @@ def test_lanes_plan_as_defined(monkeypatch, R, E, k, tokens, shared):
         assert_same(plan, found, wanted(plan, logits))
 
 
-@pytest.mark.parametrize(("R", "E", "k"), [(8, 128, 8), (12, 32, 4)])
+@pytest.mark.parametrize(("R", "E", "k"), [(8, 128, 8), (12, 32, 4), (64, 96, 4), (130, 128, 8)])
 @pytest.mark.parametrize("share", [0, 3])
 def test_lanes_plan_a_share(monkeypatch, R, E, k, share):
     plan = plan_of(R, E, k, tokens=16)
@@ -150,14 +155,14 @@ def test_lanes_plan_a_share(monkeypatch, R, E, k, share):
     assert ((found[2] >= 0) & (found[2] < own.count)).all()
 
 
-@pytest.mark.parametrize("R", [3, 16])
+@pytest.mark.parametrize("R", [3, 16, 64])
 def test_lanes_divide_by_all_experts(monkeypatch, R):
     plan = plan_of(R, 64, 4, tokens=8, normalize=False)
     logits = logits_of(R, 64, "plain")
     assert_same(plan, run(monkeypatch, plan, logits), wanted(plan, logits))
 
 
-@pytest.mark.parametrize(("R", "k"), [(8, 8), (16, 6), (12, 10)])
+@pytest.mark.parametrize(("R", "k"), [(8, 8), (16, 6), (64, 10), (256, 3)])
 def test_weights_have_the_bits_of_the_reference(monkeypatch, R, k):
     plan = plan_of(R, 128, k, tokens=16)
     logits = logits_of(R, 128, "plain")
