@@ -99,14 +99,19 @@ def select(condition: Any, x: Any, y: Any) -> Any:
     return mlir.arith.select(condition, word(x), word(y))
 
 
+def _pure(text: str, constraints: str, operands: list) -> Any:
+    """A word by PTX that only computes, which the compiler may move and share."""
+    return mlir.llvm.inline_asm(mlir.i32(), operands, text, constraints)
+
+
 def popcount(x: Any) -> Any:
     """Number of set bits."""
-    return asm("popc.b32 $0, $1;", "=r,r", [x], mlir.i32())
+    return _pure("popc.b32 $0, $1;", "=r,r", [x])
 
 
 def thread() -> Any:
     """This thread's number in its warpgroup."""
-    return cluster_send.thread()
+    return both(_pure("mov.u32 $0, %tid.x;", "=r", []), 127)
 
 
 def address(ref: Any) -> Any:
@@ -195,6 +200,20 @@ mapa.shared::cluster.u32 there, $0, $2;
     asm(text, "r,r,r,b,~{memory}", [place, word(x), word(block), where])
 
 
+def store_words(place: Any, found: list) -> None:
+    """Stores words to shared memory from an address on, as `load` reads them."""
+    wide = next(n for n in (4, 2, 1) if len(found) % n == 0)
+    for first in range(0, len(found), wide):
+        to = plus(place, 4 * first)
+        if wide == 1:
+            store(to, found[first])
+            continue
+        names = ", ".join(f"${1 + i}" for i in range(wide))
+        text = f"st.shared.v{wide}.b32 [$0], {{{names}}};"
+        constraints = ",".join(["r"] * (1 + wide) + ["~{memory}"])
+        asm(text, constraints, [to, *found[first : first + wide]])
+
+
 def store_global(place: Any, offset: Any, x: Any, where: Any = None) -> None:
     """Stores a word to device memory, `offset` bytes behind an address."""
     _stored("st.global.b32", "l", words.plus(place, offset), x, where)
@@ -219,6 +238,8 @@ def loop(count: int, body: Callable[[Any, list], list], carry: list) -> list:
     Code that runs once is limited by instruction fetch, so the compiler must not unroll it: it does not know the step, which
     is 1 because the number of a multiprocessor has less than 20 bits.
     """
+    if count == 1:
+        return body(word(0), carry)
     step = asm(
         "{ mov.u32 $0, %smid; shr.u32 $0, $0, 20; add.u32 $0, $0, 1; }", "=r", [], mlir.i32()
     )

@@ -164,12 +164,15 @@ def _place_experts(plan: Plan, masks: Any, counts: Any, ends: Any, base: Any, bl
     else:
         padded = [lanes.plus(x, plan.tokens - 1) for x in count]
         tiles = [lanes.divided(x, plan.tokens) for x in padded]
-    for e, end in enumerate(_scan(tiles)):
-        slot = lanes.times(lanes.minus(end, tiles[e]), plan.tokens)
-        if not plan.shared:
-            slot = lanes.plus(slot, earlier[e])
-        lanes.store(lanes.plus(ends, lanes.plus(first, 4 * e)), end)
-        lanes.store(lanes.plus(base, lanes.plus(first, 4 * e)), slot)
+    upto = _scan(tiles)
+    slots = [
+        lanes.times(lanes.minus(end, own), plan.tokens)
+        for end, own in zip(upto, tiles, strict=True)
+    ]
+    if not plan.shared:
+        slots = [lanes.plus(slot, before) for slot, before in zip(slots, earlier, strict=True)]
+    lanes.store_words(lanes.plus(ends, first), upto)
+    lanes.store_words(lanes.plus(base, first), slots)
     lanes.sync_warp()
 
 
@@ -208,9 +211,7 @@ def scan_items(Ep: int, tiles_smem: Any, ends_smem: Any, interpreted: bool) -> N
         width = Ep // 32
         first = lanes.times(lanes.both(lanes.thread(), 31), 4 * width)
         numbers = lanes.load(lanes.plus(lanes.address(tiles), first), width)
-        place = lanes.plus(lanes.address(ends), first)
-        for i, x in enumerate(_scan(numbers)):
-            lanes.store(lanes.plus(place, 4 * i), x)
+        lanes.store_words(lanes.plus(lanes.address(ends), first), _scan(numbers))
         lanes.sync_warp()
 
     scan(tiles_smem, ends_smem)

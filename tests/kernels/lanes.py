@@ -248,6 +248,12 @@ class Machine:
     def store(self, place, x, where=None):
         self._put(self.shared[self.own.place[0]], place, x, where)
 
+    def store_words(self, place, found):
+        wide = next(n for n in (4, 2, 1) if len(found) % n == 0)
+        self._place(self.shared[self.own.place[0]], place, wide)
+        for i, x in enumerate(found):
+            self.store(place + 4 * i, x)
+
     def store_to_block(self, place, block, x, where=None):
         self._put(self.shared[block], place, x, where)
 
@@ -268,7 +274,7 @@ class Machine:
 
 _OPERATIONS = (
     "thread", "address", "global_address", "scalar", "elements", "array", "largest", "lanes_where", "of_lane",
-    "add_lane_below", "sync_warp", "sync_warpgroup", "sync_cluster", "load", "store", "store_to_block", "store_global",
+    "add_lane_below", "sync_warp", "sync_warpgroup", "sync_cluster", "load", "store", "store_words", "store_to_block", "store_global",
     "or_shared", "loop",
 )  # fmt: skip
 
