@@ -1,11 +1,14 @@
 """Routing of a small batch in one kernel: top-k experts, softmax weights, and the worklist.
 
 A block holds 16 or 32 rows, so that a small batch uses all threads. More than 16 rows are one cluster of 4 or
-8 blocks. Each block counts its own rows, and the blocks exchange the counts through L2. All arithmetic
-on masks is done 16 rows at a time.
+8 blocks. Each block counts its own rows, and sends the counts to the others.
+
+A GPU runs operations of single lanes, because each step waits for the one before and arrays of a warpgroup meet at barriers
+that the steps do not need: the warpgroup meets when the masks are zeros, and when all rows have set their bits. What a
+warp computes after that, it computes from the masks of all rows, and reads nothing of another warp.
 
 `mosaic_topk` has the choice of experts, `mosaic_sort` the worklist with a worked example, `mosaic_layout` the
-registers and the shared memory.
+registers and the shared memory, `mosaic_lanes` the operations of a lane.
 """
 
 import functools
@@ -145,8 +148,8 @@ def route_and_plan(
 
     With `first` the result is that of `worklist.own_items` for the experts `first` .. `first + count`.
 
-    Up to 16 rows are one block, more are one cluster. A cluster barrier is in shared memory, so unlike a
-    semaphore it needs no zeroed device memory.
+    Up to 16 rows are one block, more are one cluster. The barrier of a cluster, unlike a semaphore, needs no zeroed
+    device memory.
 
     Returns:
       weights float32 [k, R'], slots int32 [k, R'], experts int32 [items'], num_items int32 [64] (all
