@@ -5,7 +5,8 @@ here emit operations of one thread (see `mlir_compat`), inside a function of `pl
 a condition is an i1. Addresses of shared memory have 32 bits.
 
 Hazards: `largest`, `lanes_where`, `of_lane`, `add_lane_below` and `sync_warp` need all 32 lanes of a warp, so none
-may be in a branch that some lanes take. Nothing here waits for other threads but the functions named `sync`.
+may be in a branch that some lanes take. Nothing here waits for other threads but the functions named `sync` and
+`or_at`.
 
 Mosaic's interpreter has no lanes: callers give it the same result in jnp. `tests/kernels/lanes.py` has each of these
 operations in numpy, for 32 lanes at a time, and runs the kernels' lane code with them.
@@ -162,12 +163,6 @@ def sync_warpgroup() -> None:
     mlir.warpgroup_barrier()
 
 
-def sync_cluster() -> None:
-    """All threads of the cluster wait for each other, and see what each has stored in all blocks."""
-    text = "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;"
-    asm(text, "~{memory}", [])
-
-
 def load(place: Any, count: int = 1) -> list:
     """`count` words of shared memory from an address on, which is a multiple of 4 * count if that is a power of two."""
     wide = next(n for n in (4, 2, 1) if count % n == 0)
@@ -190,14 +185,15 @@ def store(place: Any, x: Any, where: Any = None) -> None:
     _stored("st.shared.b32", "r", place, x, where)
 
 
-def store_to_block(place: Any, block: int, x: Any, where: Any) -> None:
-    """Stores a word to the shared memory of a block of the cluster, at the address that the place has in the own block."""
+def send_to_block(place: Any, counted_at: Any, block: int, x: Any, where: Any) -> None:
+    """`cluster_send.send` of a word, where a condition holds; the addresses are those of the own block."""
     text = """{
-.reg .b32 there;
-mapa.shared::cluster.u32 there, $0, $2;
-@$3 st.shared::cluster.b32 [there], $1;
+.reg .b32 there, counted;
+mapa.shared::cluster.u32 there, $0, $3;
+mapa.shared::cluster.u32 counted, $1, $3;
+@$4 st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], $2, [counted];
 }"""
-    asm(text, "r,r,r,b,~{memory}", [place, word(x), word(block), where])
+    asm(text, "r,r,r,r,b,~{memory}", [place, counted_at, word(x), word(block), where])
 
 
 def store_words(place: Any, found: list) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import cluster_send
 from pallas_kernels.moe.mosaic_route import ROWS, padded_experts
 
 
@@ -106,13 +107,20 @@ class Scratch(NamedTuple):
     base_smem: Any  # int32 [Ep], first slot of the expert's rows in this block
     loaded_barrier: Any = None  # a TMA load has arrived
     cluster_barrier: Any = None  # all blocks have stored their counts, in the interpreter
+    barriers_smem: Any = (
+        None  # int32 [2], one barrier of 64 bits: the counts of all blocks have arrived, on a GPU
+    )
 
 
 def scratch_types(plan: Plan, staged: bool) -> dict[str, Any]:
     """Scratch of a block, by the fields of `Scratch`."""
     Ep = plan.Ep
-    exchanged = plan.interpreted and plan.blocks > 1
-    meets = dict(cluster_barrier=plgpu.ClusterBarrier(collective_axes=("block",)))
+    if plan.blocks == 1:
+        exchanged = {}
+    elif plan.interpreted:
+        exchanged = dict(cluster_barrier=plgpu.ClusterBarrier(collective_axes=("block",)))
+    else:
+        exchanged = dict(barriers_smem=cluster_send.barriers(1))
     return dict(
         logits_smem=plgpu.SMEM(plan.load_shape if staged else (1, Ep), jnp.float32),
         total_smem=plgpu.SMEM((ROWS,), jnp.float32),
@@ -123,5 +131,5 @@ def scratch_types(plan: Plan, staged: bool) -> dict[str, Any]:
         ends_smem=plgpu.SMEM((Ep,), jnp.int32),
         base_smem=plgpu.SMEM((Ep,), jnp.int32),
         loaded_barrier=plgpu.Barrier(),
-        **(meets if exchanged else {}),
+        **exchanged,
     )

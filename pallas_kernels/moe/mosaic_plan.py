@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import cluster_send
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.moe import mosaic_route
 from pallas_kernels.moe.mosaic_layout import Own, Plan, Scratch, scratch_types
@@ -71,7 +72,12 @@ def _chunks(items: int) -> int:
 
 
 def prepare(plan: Plan, results_gmem: Results, scratch: Scratch) -> None:
-    """Before `plan_rows`, without the logits: zeros for the masks, and for the columns of the results that have no row."""
+    """Before `plan_rows`, without the logits: zeros for the masks, and for the columns of the results that have no row.
+
+    Several blocks arm a barrier for the counts that they send each other.
+    """
+    if plan.blocks > 1 and not plan.interpreted:
+        cluster_send.arm(scratch.barriers_smem, [plan.blocks * plan.Ep * 4])
     clear_columns(plan, [results_gmem.weights_gmem, results_gmem.slots_gmem])
     clear_masks(scratch.masks_smem, plan.interpreted)
 

@@ -38,6 +38,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import cluster_send
 from pallas_kernels.moe import mosaic_lanes as lanes
 from pallas_kernels.moe.mosaic_layout import Own, Plan, Scratch
 
@@ -85,8 +86,8 @@ def popcount(mask: jax.Array) -> jax.Array:
 def exchange_counts(plan: Plan, g: Any, counts_gmem: list[Any], scratch: Scratch) -> None:
     """Rows per expert of each block of the cluster, to counts_smem [blocks, Ep] of all blocks. A thread may read them at once.
 
-    Each block stores its counts to the shared memory of all blocks, then they meet at the barrier of the cluster. All blocks
-    have begun, because Mosaic begins the kernel with such a barrier.
+    Each block sends its counts to the shared memory of all blocks, and waits for those of all. `prepare` has armed the
+    barrier that counts them, see `cluster_send`.
 
     In the interpreter the counts go by TMA through counts_gmem [blocks, Ep], which it checks for races.
     """
@@ -102,19 +103,21 @@ def exchange_counts(plan: Plan, g: Any, counts_gmem: list[Any], scratch: Scratch
         plgpu.barrier_wait(scratch.loaded_barrier)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), lanes.SCALAR))
-    def send(_, masks, counts, block):
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, lanes.SCALAR))
+    def send(_, masks, counts, barriers, block):
         thread = lanes.thread()
         expert = lanes.smaller(thread, plan.Ep - 1)
         (mask,) = lanes.load(lanes.plus(lanes.address(masks), lanes.times(expert, 4)))
         line = lanes.times(lanes.scalar(block), plan.Ep)
         place = lanes.plus(lanes.address(counts), lanes.times(lanes.plus(line, expert), 4))
         count, is_expert = lanes.popcount(mask), lanes.less(thread, plan.Ep)
+        counted_at = lanes.address(barriers)
         for to in range(plan.blocks):
-            lanes.store_to_block(place, to, count, is_expert)
-        lanes.sync_cluster()
+            lanes.send_to_block(place, counted_at, to, count, is_expert)
 
-    send(scratch.masks_smem, counts_smem, g)
+    cluster_send.wait_armed()
+    send(scratch.masks_smem, counts_smem, scratch.barriers_smem, g)
+    cluster_send.receive(scratch.barriers_smem, 0)
 
 
 def place_experts(plan: Plan, g: Any, scratch: Scratch) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import cluster_send
 from pallas_kernels.moe import mosaic_lanes
 
 POISON = np.int32(-0x21524111)
@@ -100,6 +101,7 @@ class Machine:
     Attributes:
       shared: the memory of each block.
       device: device memory.
+      expected, received: bytes that a block waits for, and that were sent to it.
       backwards: the last warp runs first.
     """
 
@@ -111,6 +113,9 @@ class Machine:
         for name, fake in fakes.items():
             monkeypatch.setattr(mosaic_lanes, name, fake)
         monkeypatch.setattr(plgpu, "inline_mgpu", self.inline_mgpu)
+        self.expected, self.received = {}, dict.fromkeys(range(blocks), 0)
+        for name, fake in dict(arm=self.arm, wait_armed=lambda: None, receive=self.receive).items():
+            monkeypatch.setattr(cluster_send, name, fake)
         monkeypatch.setattr(plgpu, "load", lambda ref, **_: ref.read())
         iota = lambda dtype, shape, axis, **_: lax.broadcasted_iota(dtype, shape, axis)
         monkeypatch.setattr(plgpu, "broadcasted_iota", iota)
@@ -223,8 +228,14 @@ class Machine:
     def sync_warpgroup(self):
         self._wait("warpgroup")
 
-    def sync_cluster(self):
+    def arm(self, barriers, counts):
+        self.expected[self.own.place[0]] = counts[0]
+
+    def receive(self, barriers, number):
+        """Waits until all warps of all blocks have come so far, which have sent what is awaited."""
         self._wait("cluster")
+        block = self.own.place[0]
+        assert self.received[block] == self.expected[block]
 
     def _place(self, memory, place, wide=1):
         place = np.broadcast_to(place, 32)
@@ -254,7 +265,9 @@ class Machine:
         for i, x in enumerate(found):
             self.store(place + 4 * i, x)
 
-    def store_to_block(self, place, block, x, where=None):
+    def send_to_block(self, place, counted_at, block, x, where):
+        assert counted_at % 8 == 0
+        self.received[block] += 4 * int(np.broadcast_to(where, 32).sum())
         self._put(self.shared[block], place, x, where)
 
     def store_global(self, place, offset, x, where=None):
@@ -274,7 +287,7 @@ class Machine:
 
 _OPERATIONS = (
     "thread", "address", "global_address", "scalar", "elements", "array", "largest", "lanes_where", "of_lane",
-    "add_lane_below", "sync_warp", "sync_warpgroup", "sync_cluster", "load", "store", "store_words", "store_to_block", "store_global",
+    "add_lane_below", "sync_warp", "sync_warpgroup", "load", "store", "store_words", "send_to_block", "store_global",
     "or_shared", "loop",
 )  # fmt: skip
 

@@ -60,7 +60,7 @@ def run(monkeypatch, plan: Plan, logits, bias=None, own: Own | None = None, *, b
             Scratch(
                 logits_smem=None, total_smem=memory.take((64,), np.float32), keys_smem=words(picks),
                 ids_smem=words(picks), masks_smem=words(Ep), counts_smem=words(plan.blocks, Ep),
-                ends_smem=words(Ep), base_smem=words(Ep),
+                ends_smem=words(Ep), base_smem=words(Ep), barriers_smem=words(2),
             )
         )  # fmt: skip
     if not plan.normalize:
