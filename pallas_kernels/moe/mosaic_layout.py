@@ -81,7 +81,8 @@ class Plan(NamedTuple):
 
     @property
     def Ep(self) -> int:
-        return pl.cdiv(self.E, 32) * 32
+        """E padded to 32, 64 or 128, so that a lane has 1, 2 or 4 experts, which one instruction loads."""
+        return 32 * pl.next_power_of_2(pl.cdiv(self.E, 32))
 
     @property
     def k8(self) -> int:

@@ -178,7 +178,7 @@ def route_and_plan(
     )
 
     def body(
-        logits_gmem,  # [R, E] float32, rows padded for TMA
+        logits_gmem,  # [R, E] float32, padded for TMA
         *refs,  # bias [padded E] and first [1], if any; the results; `exchanged`
         **scratch_refs,
     ):

@@ -118,13 +118,12 @@ def route(
         masks int32 [R' / 64, 4, Ep]: bit r of [b, i, e] is set if row 64 b + 16 i + r < R chose expert e.
         counts int32 [R' / 64, Ep]: set bits of a block's masks.
     """
-    num_rows = logits.shape[0]
+    num_rows, E = logits.shape
     logits = pad_for_copy(logits)
-    R, E = logits.shape
-    blocks, Ep = pl.cdiv(R, ROWS), padded_experts(E)
+    blocks, Ep = pl.cdiv(logits.shape[0], ROWS), padded_experts(E)
 
     def body(
-        logits_gmem,  # [R, E] float32
+        logits_gmem,  # [R, E] float32, padded for TMA
         *refs,  # bias [padded E], if any; weights float32 and ids int32 [k, R']; masks and counts, if counted
         logits_smem,  # [ROWS, padded E] float32
         values_smem,  # [k, ROWS] float32
@@ -138,7 +137,7 @@ def route(
         )
         block = lax.axis_index("block")
         rows = pl.ds(block * ROWS, ROWS)
-        parts = _load(logits_gmem, bias_gmem, logits_smem, loaded_barrier, block)
+        parts = _load(E, logits_gmem, bias_gmem, logits_smem, loaded_barrier, block)
         total = None if normalize else sum_of_exps(parts)
         parts = _choose(parts, top_k, values_smem, ids_smem)
         _store_weights(total, top_k, values_smem, weights_gmem, rows)
@@ -208,10 +207,10 @@ def padded_bias(bias: jax.Array | None) -> list[jax.Array]:
 
 
 def pad_for_copy(logits: jax.Array) -> jax.Array:
-    """Pads the rows for TMA: to tiles of 8 rows above 8 rows, to blocks of `ROWS` above 128 rows."""
-    R = logits.shape[0]
+    """Pads for TMA: the rows to tiles of 8 above 8 rows, to blocks of `ROWS` above 128; the columns to tiles of 32."""
+    R, E = logits.shape
     unit = ROWS if R > 2 * ROWS else 8 if R > 8 else 1
-    return jnp.pad(logits, ((0, -R % unit), (0, 0)))
+    return jnp.pad(logits, ((0, -R % unit), (0, -E % 32)))
 
 
 def _staged(R: int, E: int) -> bool:
@@ -219,11 +218,11 @@ def _staged(R: int, E: int) -> bool:
     return bool(R % ROWS or E % _WIDTH)
 
 
-def _load(logits_gmem, bias_gmem, logits_smem, loaded_barrier, block) -> list:
-    """The logits of 64 rows in registers, a list of [ROWS, _WIDTH]."""
-    R, E = logits_gmem.shape
+def _load(E: int, logits_gmem, bias_gmem, logits_smem, loaded_barrier, block) -> list:
+    """The logits of 64 rows in registers, a list of [ROWS, _WIDTH]; -inf past E."""
+    R, columns = logits_gmem.shape
     source_ref = logits_gmem.at[pl.ds(block * ROWS, ROWS), pl.ds(0, padded_experts(E))]
-    if _staged(R, E):  # out-of-range rows and experts are filled with zeros
+    if _staged(R, columns):  # out-of-range rows and experts are filled with zeros
         plgpu.copy_gmem_to_smem(
             source_ref, logits_smem, loaded_barrier, oob_mode=plgpu.OOBFillMode.ZEROS
         )
