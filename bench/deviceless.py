@@ -149,8 +149,8 @@ def specs_on(op: str, device: Device) -> dict[str, Any]:
 def spread(specs: Mapping[str, Any], most: int | None) -> dict[str, Any]:
     """`most` of the specs, spread evenly over their order from first to last; all if None.
 
-    The first spec of each kernel, weight format, form of activations, head dim, rule of splits and share of the
-    experts that these lack is added.
+    The first spec of each kernel, weight format, form of activations, head dim, rule of splits, number of
+    experts and share of them that these lack is added.
     Example: 3 of the specs a, b, c, d, e are a, c and e.
     """
     names = list(specs)
@@ -158,7 +158,9 @@ def spread(specs: Mapping[str, Any], most: int | None) -> dict[str, Any]:
         return dict(specs)
     step = (len(names) - 1) / max(1, most - 1)
     chosen = {name: specs[name] for name in (names[round(step * i)] for i in range(most))}
-    fields = ("kernel", "form", "fp8", "activations", "head_dim", "equal", "shared_keys", "own")
+    fields = (
+        "kernel", "form", "fp8", "activations", "head_dim", "equal", "shared_keys", "own", "experts"
+    )  # fmt: skip
     for field in fields:
         found = {getattr(spec, field, None) for spec in chosen.values()}
         for name, spec in specs.items():
