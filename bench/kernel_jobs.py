@@ -25,7 +25,7 @@ from bench.progress import progress_bar
 
 _log = logging.getLogger(__name__)
 _SECONDS = 60.0
-"""Limit of a job in each pass; while it waits for its turn no time counts."""
+"""Limit of a case of a job in each pass; while it waits for its turn no time counts."""
 
 
 class Job(NamedTuple):
@@ -37,8 +37,9 @@ class Job(NamedTuple):
     reference: bool = True
 
 
-Work = Callable[[Job, Any], Any]
-"""(job, turn) -> result; a function at the top level of a module. `turn` is a context in which no other job runs."""
+Work = Callable[[Job, Any], Iterator]
+"""(job, turn) -> a result for each case; a function at the top level of a module. `turn` is a context in which no other
+job runs."""
 
 
 def side_by_side(
@@ -48,25 +49,26 @@ def side_by_side(
     measure: Work,
     seconds: float = _SECONDS,
 ) -> Iterator[dict]:
-    """Yields the rows of all jobs as they are measured; a job that fails is logged and has none.
+    """Yields the rows of all jobs as they are measured. What fails is logged and has none.
 
     Args:
-      compile_: its result says whether the reference is compiled.
-      measure: its result is a list of rows.
-      seconds: limit of a job in each pass. A job that compiles for longer is measured without its reference.
+      compile_: its results say whether the reference of a case is compiled.
+      measure: its results are rows.
+      seconds: limit of a case in each pass. A job that compiles for longer is measured without its reference.
     """
     ready = []
-    for job, has_reference in _run(jobs, processes, compile_, seconds, "compiling"):
-        if isinstance(has_reference, TimeoutError):
-            _log.warning("%s %s: not compiled in %.0f s: measured alone", *job[:2], seconds)
-        ready.append(job._replace(reference=has_reference is True))
+    for job, compiled, error in _run(jobs, processes, compile_, seconds, "compiling"):
+        if error is not None:
+            _log.warning("%s %s: measured without its reference", job.op, job.spec)
+            log_failure(job.op, job.spec, error)
+        has_reference = error is None and bool(compiled) and all(compiled)
+        ready.append(job._replace(reference=has_reference))
     # In the order of the specs, which is that of their names in tables.
     ready.sort(key=lambda job: jobs.index(job._replace(reference=True)))
-    for job, made in _run(ready, processes, measure, seconds, "measuring"):
-        if isinstance(made, Exception):
-            log_failure(*job[:2], made)
-        else:
-            yield from made
+    for job, made, error in _run(ready, processes, measure, seconds, "measuring"):
+        yield from made
+        if error is not None:
+            log_failure(job.op, job.spec, error)
 
 
 def log_failure(op: str, spec: str, error: BaseException) -> None:
@@ -89,18 +91,36 @@ class _Turn:
         self.parent.send(("return", None))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """A process of a job.
 
     Attributes:
-      since: from when its time counts; None while it waits for its turn.
+      results: those of the cases so far.
+      since: from when the time of a case counts; None while it waits for its turn.
     """
 
     job: Job
     process: BaseProcess
     child: Connection
+    results: list = field(default_factory=list)
     since: float | None = field(default_factory=time.monotonic)
+
+    def receive(self) -> tuple[str, Any]:
+        """The next message. A process that died sends none, or a part of one."""
+        try:
+            return self.child.recv()
+        except (EOFError, OSError):
+            return "end", RuntimeError("the process died")
+
+    def is_late(self, seconds: float) -> bool:
+        return self.since is not None and time.monotonic() - self.since > seconds
+
+    def give_turn(self) -> None:
+        """If the process has died, its connection says so next."""
+        self.since = time.monotonic()
+        with contextlib.suppress(OSError):
+            self.child.send(None)
 
     def stop(self) -> None:
         self.process.kill()
@@ -110,10 +130,12 @@ class _Running:
 
 def _run(
     jobs: Sequence[Job], processes: int, work: Work, seconds: float, title: str
-) -> Iterator[tuple[Job, Any]]:
-    """Runs jobs in processes of their own; yields each with its result, or its error, as they end."""
-    waiting, running, asking = deque(jobs), {}, deque()
-    spawn, holder = multiprocessing.get_context("spawn"), None
+) -> Iterator[tuple[Job, list, Exception | None]]:
+    """Runs jobs in processes of their own; yields each with its results, and its error if it has one, as they end."""
+    waiting, running = deque(jobs), {}
+    asking: deque[_Running] = deque()
+    holder: _Running | None = None
+    spawn = multiprocessing.get_context("spawn")
 
     def start(job: Job) -> None:
         child, parent = spawn.Pipe()
@@ -131,54 +153,55 @@ def _run(
         while waiting or running:
             while waiting and len(running) < processes:
                 start(waiting.popleft())
-            ended = {}
+            ended: dict[_Running, Exception | None] = {}
             for child in wait(list(running), timeout=1.0):
                 one = running[child]
-                try:
-                    what, value = child.recv()
-                except EOFError:
-                    what, value = "end", RuntimeError("the process died")
+                what, value = one.receive()
+                one.since = None if what == "ask" else time.monotonic()
                 if what == "ask":
-                    one.since = None
                     asking.append(one)
                 elif what == "return":
                     holder = None
+                elif what == "result":
+                    one.results.append(value)
                 else:
-                    ended[child] = value
-            now = time.monotonic()
-            for child, one in running.items():
-                if one.since is not None and now - one.since > seconds and child not in ended:
-                    ended[child] = TimeoutError(f"not done in {seconds:.0f} s")
-            for child, value in ended.items():
-                one = running.pop(child)
+                    ended[one] = value
+            for one in running.values():
+                if one.is_late(seconds):
+                    ended.setdefault(one, TimeoutError(f"not done in {seconds:.0f} s"))
+            for one, error in ended.items():
+                del running[one.child]
                 one.stop()
+                if one in asking:
+                    asking.remove(one)
                 holder = None if holder is one else holder
                 bar.update()
-                yield one.job, value
+                yield one.job, one.results, error
             if holder is None and asking:
                 holder = asking.popleft()
-                holder.since = now
-                holder.child.send(None)
+                holder.give_turn()
 
 
 def _child(work: Work, job: Job, parent: Connection) -> None:
-    """The process of a job: sends its result or its error."""
+    """The process of a job: sends its results, and its error or None."""
     try:
-        result = work(job, _Turn(parent))
+        for result in work(job, _Turn(parent)):
+            parent.send(("result", result))
     except Exception as error:
-        result = RuntimeError(f"{type(error).__name__}: {error}")  # any error can be pickled so
-    parent.send(("end", result))
+        # Any error can be pickled so.
+        parent.send(("end", RuntimeError(f"{type(error).__name__}: {error}")))
+    else:
+        parent.send(("end", None))
 
 
-def compile_job(job: Job, turn: Any) -> bool:
-    """Compiles all cases of a job onto disk. Returns whether all references are compiled too."""
+def compile_job(job: Job, turn: Any) -> Iterator[bool]:
+    """Compiles the cases of a job onto disk; yields for each whether its reference is compiled too."""
     from bench.kernels import Prepared
 
-    prepared = list(_cases(job, lambda case, chip: Prepared(case)))
-    return all(one.reference is not None for one in prepared)
+    return _cases(job, lambda case, chip: Prepared(case).reference is not None)
 
 
-def measure_job(job: Job, turn: Any) -> list[dict]:
+def measure_job(job: Job, turn: Any) -> Iterator[dict]:
     """The rows of a job, without the fields that all rows share."""
     from bench.kernels import Prepared
 
@@ -187,7 +210,7 @@ def measure_job(job: Job, turn: Any) -> list[dict]:
         with turn:
             return prepared.measure(chip)
 
-    return list(_cases(job, measure))
+    return _cases(job, measure)
 
 
 def _cases(job: Job, measure: Callable) -> Iterator:

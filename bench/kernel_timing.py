@@ -30,7 +30,7 @@ class Timing:
 
     Attributes:
       timed_by: "clock" of the host, from the first call to the last; or "trace", the sum of the kernels' times, without
-        the gaps between them.
+        copies, fills and the gaps between them.
     """
 
     seconds: float

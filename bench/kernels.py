@@ -102,7 +102,10 @@ def kernels(options: Options, environment: dict) -> Iterator[dict]:
         raise ConfigError(
             f"kernels are timed on an NVIDIA GPU, Hopper or Blackwell; here is {rows.device_name()}"
         )
-    ops = options.op or [op for op in deviceless.ops() if op != "ladder"]  # see bench.ladder
+    every = [op for op in deviceless.ops() if op != "ladder"]  # see bench.ladder
+    if unknown := sorted(set(options.op or ()) - {*every}):
+        raise ConfigError(f"there is no operation {unknown[0]!r}; there are {every}")
+    ops = options.op or every
     known = {name for op in ops for name in deviceless.specs_of(op).SPECS}
     if unknown := sorted(set(options.spec or ()) - known):
         raise ConfigError(f"no operation has a spec {unknown[0]!r}; there are {sorted(known)}")

@@ -24,7 +24,7 @@ SECONDS = 240.0
 TOLERANCE = 2**-6
 """Largest difference from the reference, relative to the largest result, both rounded to bfloat16."""
 
-_MEASURED = ("us", "bytes_per_second", "fraction_of_bandwidth", "max_relative_error")
+_MEASURED = ("us", "bytes_per_second", "fraction_of_bandwidth", "timed_by", "max_relative_error")
 Worker = Callable[[Sequence[str], Connection], None]
 
 

@@ -47,7 +47,7 @@ def route(
     if not 1 <= top_k <= E:
         raise ValueError(f"{top_k=} must lie between 1 and the number of experts, {E}")
     refusal = None
-    if implementation is None and E % 32:  # the interpreter takes any number
+    if implementation is None and E % 32:  # no GPU has run other numbers
         refusal = f"the number of experts must be a multiple of 32, not {E}"
     launch = dispatch.resolve("moe.route", implementation, chips=CHIPS, refusal=refusal)
     if launch is None:
@@ -205,7 +205,7 @@ def _routed(
     cut = dict(tokens=config.tokens, shared=config.shared)
     items = most_items(R, E, top_k, **cut)
     how = dict(top_k=top_k, normalize=normalize, items=items, launch=launch)
-    if mosaic_plan.fits(R, E, top_k, config.tokens):
+    if mosaic_plan.fits(R, E, top_k):
         first, count = own or (None, None)
         weights, slots, experts, num_items = mosaic_plan.route_and_plan(
             logits, router_bias, first, count=count, **how, **cut

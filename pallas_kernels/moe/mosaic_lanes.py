@@ -4,12 +4,12 @@ An array of Mosaic has no element at a computed place, no prefix sum, and no max
 here emit operations of one thread (see `mlir_compat`), inside a function of `plgpu.inline_mgpu`. A word is an int32;
 a condition is an i1. Addresses of shared memory have 32 bits.
 
-Hazards: `largest`, `lanes_where`, `of_lane`, `add_lane_below` and `sync_warp` need all 32 lanes of a warp, so none
-may be in a branch that some lanes take. Nothing here waits for other threads but the functions named `sync` and
-`or_at`.
+Hazards: `largest`, `lanes_where`, `of_lane`, `add_lane_below` and `sync_warp` need all 32 lanes of a warp, and
+`sync_warpgroup` and `or_at` all threads of the warpgroup, so none may be in a branch that some of them take. No other
+function waits for threads.
 
 Mosaic's interpreter has no lanes: callers give it the same result in jnp. `tests/kernels/lanes.py` has each of these
-operations in numpy, for 32 lanes at a time, and runs the kernels' lane code with them.
+operations in numpy, for 32 lanes at a time, and runs the kernels' lane code with them. The PTX here runs on a GPU only.
 """
 
 from collections.abc import Callable
@@ -229,7 +229,7 @@ def _stored(instruction: str, kind: str, place: Any, x: Any, where: Any) -> None
 
 
 def loop(count: int, body: Callable[[Any, list], list], carry: list) -> list:
-    """Runs carry = body(i, carry) for i < count, a loop of the machine as well.
+    """Runs carry = body(i, carry) for i < count, emitted as a loop that is not unrolled.
 
     Code that runs once is limited by instruction fetch, so the compiler must not unroll it: it does not know the step, which
     is 1 because the number of a multiprocessor has less than 20 bits.

@@ -75,11 +75,6 @@ class Plan(NamedTuple):
         return pl.cdiv(self.R, ROWS) * ROWS
 
     @property
-    def columns(self) -> int:
-        """Output rows that one block stores."""
-        return self.padded_rows if self.blocks == 1 else self.rows
-
-    @property
     def Ep(self) -> int:
         """E padded to 32, 64 or 128, so that a lane has 1, 2 or 4 experts, which one instruction loads."""
         return 32 * pl.next_power_of_2(pl.cdiv(self.E, 32))
@@ -96,7 +91,7 @@ class Plan(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Shared memory and barriers of a block; Ep is E padded to 32, k8 is k padded to 8."""
+    """Shared memory and barriers of a block; Ep is E padded to 32, 64 or 128, k8 is k padded to 8."""
 
     logits_smem: Any  # float32 [rows, Ep], or [64, padded E] if not normalize; [1, Ep] if unused
     total_smem: Any  # float32 [64], softmax denominators

@@ -45,12 +45,12 @@ _COLUMNS = 64
 """Columns of a tile of `RowNorm`."""
 
 
-def fits(R: int, E: int, D: int, dtype: jnp.dtype, top_k: int, tokens: int, device: Device) -> bool:
+def fits(R: int, E: int, D: int, dtype: jnp.dtype, top_k: int, device: Device) -> bool:
     """Whether the kernel takes R rows of D columns, and E experts.
 
     The strips of a row are whole. 16 rows of 4,096 columns exceed the shared memory of a block.
     """
-    is_few = R <= MOST_ROWS and mosaic_plan.fits(R, E, top_k, tokens)
+    is_few = R <= MOST_ROWS and mosaic_plan.fits(R, E, top_k)
     has_widths = E == EXPERTS and D in (1024, 2048) and dtype == jnp.bfloat16
     return is_few and has_widths and device.sm == 90
 
@@ -96,7 +96,7 @@ def norm_and_route(
       ValueError: the arguments exceed the limits of the kernel, or the first of `out_dtypes` is not bfloat16.
     """
     (R, D), E = h.shape, weight.shape[0]
-    if not fits(R, E, D, h.dtype, top_k, tokens, launch.device):
+    if not fits(R, E, D, h.dtype, top_k, launch.device):
         raise ValueError(f"{h.shape=} {h.dtype=} {weight.shape=} exceed the limits of this kernel")
     if out_dtypes[0] != jnp.bfloat16:
         raise ValueError(f"the router reads bfloat16 rows: {out_dtypes[0]=}")

@@ -1,6 +1,6 @@
 """Routing and worklist of any number of rows in two kernels, without an operation of XLA.
 
-`mosaic_plan` sorts up to 256 rows in one cluster of blocks, which exchange their counts at a barrier. More rows have
+`mosaic_plan` sorts up to 256 rows in one cluster of blocks, which send each other their counts. More rows have
 more blocks than a cluster has, so here the counts go from one kernel to the next one:
 
     kernel                a block of 64 rows computes

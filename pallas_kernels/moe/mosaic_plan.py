@@ -3,9 +3,9 @@
 A block holds 16 or 32 rows, so that a small batch uses all threads. More than 16 rows are one cluster of 4 or
 8 blocks. Each block counts its own rows, and sends the counts to the others.
 
-A GPU runs operations of single lanes, because each step waits for the one before and arrays of a warpgroup meet at barriers
-that the steps do not need: the warpgroup meets when the masks are zeros, and when all rows have set their bits. What a
-warp computes after that, it computes from the masks of all rows, and reads nothing of another warp.
+A GPU runs operations of single lanes: each step needs the one before, and an operation on arrays of a warpgroup ends in a
+barrier that most steps do not need. There are two barriers of the warpgroup: after the masks are cleared, and after all
+rows have set their bits. Each warp computes the rest from the masks, and reads nothing that another warp has computed.
 
 `mosaic_topk` has the choice of experts, `mosaic_sort` the worklist with a worked example, `mosaic_layout` the
 registers and the shared memory, `mosaic_lanes` the operations of a lane.
@@ -38,12 +38,12 @@ from pallas_kernels.moe.mosaic_sort import (
 )
 from pallas_kernels.moe.mosaic_topk import choose, load_logits, softmax
 
-MOST_ROWS, MOST_EXPERTS = 256, 128
+MOST_ROWS, MOST_EXPERTS, MOST_CHOSEN = 256, 128, 64
 
 
-def fits(R: int, E: int, top_k: int, tokens: int) -> bool:
-    """Whether the kernel takes R rows and E experts. Slots have 15 bits."""
-    return R <= MOST_ROWS and E <= MOST_EXPERTS and E * tokens + R * top_k < 1 << 15
+def fits(R: int, E: int, top_k: int) -> bool:
+    """Whether the kernel takes R rows and E experts. The code that adds up a row's powers grows with top_k."""
+    return R <= MOST_ROWS and E <= MOST_EXPERTS and top_k <= MOST_CHOSEN
 
 
 class Results(NamedTuple):
@@ -72,7 +72,7 @@ def _chunks(items: int) -> int:
 
 
 def prepare(plan: Plan, results_gmem: Results, scratch: Scratch) -> None:
-    """Before `plan_rows`, without the logits: zeros for the masks, and for the columns of the results that have no row.
+    """What precedes `plan_rows` and needs no logits: clears the masks, and the columns of the results that have no row.
 
     Several blocks arm a barrier for the counts that they send each other.
     """
@@ -154,14 +154,14 @@ def route_and_plan(
 
     With `first` the result is that of `worklist.own_items` for the experts `first` .. `first + count`.
 
-    Up to 16 rows are one block, more are one cluster. The barrier of a cluster, unlike a semaphore, needs no zeroed
-    device memory.
+    Up to 16 rows are one block, more are one cluster. Its blocks count messages at barriers in shared memory, which unlike
+    a semaphore need no zeroed device memory.
 
     Returns:
       weights float32 [k, R'], slots int32 [k, R'], experts int32 [items'], num_items int32 [64] (all
       equal); R' and items' are the next multiples of 64. Entries past R are unspecified.
     """
-    if not fits(*logits.shape, top_k, tokens):
+    if not fits(*logits.shape, top_k):
         raise ValueError(f"{logits.shape=} {top_k=} {tokens=} exceed the limits of this kernel")
     interpreted = launch.interpret is not None
     plan = Plan(*logits.shape, top_k, normalize, tokens, shared, interpreted)

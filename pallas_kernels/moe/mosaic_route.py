@@ -207,7 +207,7 @@ def padded_bias(bias: jax.Array | None) -> list[jax.Array]:
 
 
 def pad_for_copy(logits: jax.Array) -> jax.Array:
-    """Pads for TMA: the rows to tiles of 8 above 8 rows, to blocks of `ROWS` above 128; the columns to tiles of 32."""
+    """Pads for Mosaic's copies by TMA: rows to tiles of 8 above 8 rows, to blocks of `ROWS` above 128; columns to tiles of 32."""
     R, E = logits.shape
     unit = ROWS if R > 2 * ROWS else 8 if R > 8 else 1
     return jnp.pad(logits, ((0, -R % unit), (0, -E % 32)))

@@ -84,7 +84,8 @@ def popcount(mask: jax.Array) -> jax.Array:
 
 
 def exchange_counts(plan: Plan, g: Any, counts_gmem: list[Any], scratch: Scratch) -> None:
-    """Rows per expert of each block of the cluster, to counts_smem [blocks, Ep] of all blocks. A thread may read them at once.
+    """Rows per expert of each block of the cluster, to counts_smem [blocks, Ep] of all blocks. A thread reads them
+    without another barrier.
 
     Each block sends its counts to the shared memory of all blocks, and waits for those of all. `prepare` has armed the
     barrier that counts them, see `cluster_send`.
@@ -124,7 +125,7 @@ def place_experts(plan: Plan, g: Any, scratch: Scratch) -> None:
     """Ends of the experts' items, and the first slots of their rows in block g: ends_smem and base_smem [Ep].
 
     It reads masks_smem, or counts_smem of several blocks. Each warp computes and stores all of it, so that none waits for
-    another: a lane has Ep / 32 adjacent experts. A thread may read the results at once.
+    another: a lane has Ep / 32 adjacent experts. A thread reads the results without another barrier.
     """
     masks_smem, counts_smem = scratch.masks_smem, scratch.counts_smem
     if plan.interpreted:
@@ -203,7 +204,7 @@ def scan_items(Ep: int, tiles_smem: Any, ends_smem: Any, interpreted: bool) -> N
     """Inclusive prefix sum of tiles_smem [Ep] to ends_smem [Ep], Ep a multiple of 32.
 
     Each warp computes and stores all of it, so that none waits for another: a lane adds Ep / 32 adjacent numbers. A thread
-    may read ends_smem at once.
+    reads ends_smem without another barrier.
     """
     if interpreted:
         ends_smem[...] = jnp.cumsum(tiles_smem[...])

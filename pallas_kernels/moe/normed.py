@@ -90,7 +90,7 @@ def normed_mixture(
         from pallas_kernels.moe import mosaic_norm_route  # a slow import that CPU use does not need
 
         config = config_for(R, E, router.top_k, (gate_up, down), form.activations, launch)
-        few = R, E, D, h.dtype, router.top_k, config.tokens, launch.device
+        few = R, E, D, h.dtype, router.top_k, launch.device
         if mosaic_norm_route.fits(*few) and router.weight.dtype == jnp.bfloat16:
             check(h, parts, norm.scale, bias=bias)
             cut = dict(tokens=config.tokens, shared=config.shared)

@@ -154,7 +154,7 @@ SPECS = {
     "qwen3-moe-plan-own-64": Spec(kernel="plan", rows=64, own=64),
     "gpt-oss-place-4096": Spec(kernel="place", rows=4096, **GPT_OSS),
     "gpt-oss-route-4096": Spec(kernel="route", rows=4096, **GPT_OSS),
-    # Of no supported model: TMA copies columns in tiles of 32, so these are padded.
+    # Of no supported model: Mosaic copies columns by TMA in tiles of 32, so these are padded.
     "experts-60-plan-64": Spec(kernel="plan", rows=64, experts=60, top_k=4),
     "experts-72-place-512": Spec(kernel="place", rows=512, experts=72, top_k=10),
     "gpt-oss-spread-64": Spec(kernel="spread", rows=64, **GPT_OSS),

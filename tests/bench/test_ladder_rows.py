@@ -16,7 +16,11 @@ from pallas_kernels.ladder import specs
 def measured(name: str, **changes) -> dict:
     """A row as `peagle-bench kernels --ladder` writes it."""
     base = dict(
-        us=60.0, bytes_per_second=4e12, fraction_of_bandwidth=0.93, max_relative_error=0.004
+        us=60.0,
+        bytes_per_second=4e12,
+        fraction_of_bandwidth=0.93,
+        timed_by="trace",
+        max_relative_error=0.004,
     )
     row = ladder.measured(name, base | changes)
     return {

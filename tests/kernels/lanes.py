@@ -1,7 +1,8 @@
 """Runs lane code of kernels on a CPU: numpy arrays of 32 lanes in place of MLIR's values (`moe.mosaic_lanes`).
 
 A warp is one Python thread, and one warp runs at a time, up to its next barrier; so a missing barrier shows as a wrong
-result in one of the two orders of warps. Arrays of a warpgroup are whole in each warp, but what an inline function returns
+result in one of the two orders of warps. Lanes run in step, so a missing `sync_warp` would not show: a lane may load what
+another lane of its warp has stored only after a barrier. Arrays of a warpgroup are whole in each warp, but what an inline function returns
 has only the elements of its own warp; the others are `POISON`.
 """
 
@@ -114,7 +115,10 @@ class Machine:
             monkeypatch.setattr(mosaic_lanes, name, fake)
         monkeypatch.setattr(plgpu, "inline_mgpu", self.inline_mgpu)
         self.expected, self.received = {}, dict.fromkeys(range(blocks), 0)
-        for name, fake in dict(arm=self.arm, wait_armed=lambda: None, receive=self.receive).items():
+        self.armed: set = set()  # warps that have armed, and warps that know that all blocks have
+        self.writers: dict = {}  # (block, warp) -> the lane that stored each word since the last barrier, or -1
+        of_messages = dict(arm=self.arm, wait_armed=self.wait_armed, receive=self.receive)
+        for name, fake in of_messages.items():
             monkeypatch.setattr(cluster_send, name, fake)
         monkeypatch.setattr(plgpu, "load", lambda ref, **_: ref.read())
         iota = lambda dtype, shape, axis, **_: lax.broadcasted_iota(dtype, shape, axis)
@@ -223,13 +227,21 @@ class Machine:
         return x + below
 
     def sync_warp(self):
-        pass  # lanes run in step
+        self.writers.pop(self.own.place, None)
 
     def sync_warpgroup(self):
+        self.sync_warp()
         self._wait("warpgroup")
 
     def arm(self, barriers, counts):
+        assert ("arms", self.own.place) not in self.armed
+        self.armed.add(("arms", self.own.place))
         self.expected[self.own.place[0]] = counts[0]
+
+    def wait_armed(self):
+        assert ("arms", self.own.place) in self.armed
+        self._wait("cluster")
+        self.armed.add(("all", self.own.place))
 
     def receive(self, barriers, number):
         """Waits until all warps of all blocks have come so far, which have sent what is awaited."""
@@ -247,6 +259,10 @@ class Machine:
         memory = self.shared[self.own.place[0]]
         wide = next(n for n in (4, 2, 1) if count % n == 0)
         at = self._place(memory, place, wide)
+        if (writers := self.writers.get(self.own.place)) is not None:
+            for i in range(count):
+                found = writers[at + i]
+                assert ((found < 0) | (found == np.arange(32))).all(), "no barrier since the store"
         return [memory.words[at + i] for i in range(count)]
 
     def _put(self, memory, place, x, where):
@@ -257,7 +273,13 @@ class Machine:
         assert (memory.words[at] == x).all(), "lanes store different words to one place"
 
     def store(self, place, x, where=None):
-        self._put(self.shared[self.own.place[0]], place, x, where)
+        memory = self.shared[self.own.place[0]]
+        self._put(memory, place, x, where)
+        none = np.full(memory.words.size, -1, np.int8)
+        writers = self.writers.setdefault(self.own.place, none)
+        where = np.broadcast_to(True if where is None else where, 32)
+        at = self._place(memory, np.where(where, place, 0))
+        writers[at[where]] = np.arange(32)[where]
 
     def store_words(self, place, found):
         wide = next(n for n in (4, 2, 1) if len(found) % n == 0)
@@ -267,6 +289,7 @@ class Machine:
 
     def send_to_block(self, place, counted_at, block, x, where):
         assert counted_at % 8 == 0
+        assert ("all", self.own.place) in self.armed
         self.received[block] += 4 * int(np.broadcast_to(where, 32).sum())
         self._put(self.shared[block], place, x, where)
 

@@ -122,10 +122,12 @@ CASES = [
     (1, 128, 8, 8, True),
     (5, 32, 4, 8, True),
     (8, 128, 8, 8, True),
+    (8, 60, 4, 8, True),
     (13, 96, 3, 8, False),
     (16, 64, 8, 24, False),
     (16, 128, 10, 16, True),
     (17, 128, 8, 16, False),
+    (20, 33, 33, 16, False),
     (70, 96, 4, 16, False),
     (128, 32, 4, 24, False),
     (200, 128, 8, 64, False),
@@ -163,7 +165,7 @@ def test_lanes_divide_by_all_experts(monkeypatch, R):
 
 
 @pytest.mark.parametrize(("R", "k"), [(8, 8), (16, 6), (64, 10), (256, 3)])
-def test_weights_have_the_bits_of_the_reference(monkeypatch, R, k):
+def test_weights_are_those_of_the_reference(monkeypatch, R, k):
     plan = plan_of(R, 128, k, tokens=16)
     logits = logits_of(R, 128, "plain")
     expected, _ = jax.jit(reference.route, static_argnums=(1, 2))(jnp.asarray(logits), k, True)
@@ -204,16 +206,37 @@ def assert_sorts(machine: Machine, tiles: np.ndarray) -> None:
     assert np.array_equal(experts.read(), done)
 
 
-def test_layouts_are_what_they_say():
-    plan = plan_of(40, 96, 10, tokens=8)
-    lane = np.arange(32)
+@pytest.mark.parametrize(("E", "width"), [(20, 1), (64, 2), (96, 4)])
+def test_a_lane_has_adjacent_columns_of_whole_rows(E, width):
+    plan = plan_of(40, E, 4, tokens=8)
+    assert plan.Ep == 32 * width
     for warp in range(4):
-        wide = places(plan.wide, (16, 96), warp)
-        rows, columns = np.divmod(wide.reshape(4, 3, 32), 96)
+        wide = places(plan.wide, (16, plan.Ep), warp)
+        rows, columns = np.divmod(wide.reshape(4, width, 32), plan.Ep)
         assert (rows == 4 * np.arange(4)[:, None, None] + warp).all()
-        assert (columns == 3 * lane + np.arange(3)[:, None]).all()
+        assert (columns == width * np.arange(32) + np.arange(width)[:, None]).all()
+
+
+def test_a_lane_has_one_entry_of_each_eight_of_a_row():
     plan = plan_of(200, 96, 10, tokens=8)
+    lane = np.arange(32)
     for warp in range(4):
         j, r = np.divmod(places(plan.tall, (16, 32), warp).reshape(2, 2, 32), 32)
         assert (j == 8 * np.arange(2)[:, None, None] + lane % 8).all()
         assert (r == 16 * np.arange(2)[:, None] + 4 * (lane // 8) + warp).all()
+
+
+def test_a_missing_barrier_between_lanes_fails(monkeypatch):
+    plan, logits = plan_of(8, 128, 8, tokens=8), logits_of(8, 128, "plain")
+    assert_same(plan, run(monkeypatch, plan, logits), wanted(plan, logits))
+    monkeypatch.setattr(Machine, "sync_warp", lambda machine: None)
+    monkeypatch.setattr(Machine, "sync_warpgroup", lambda machine: machine._wait("warpgroup"))
+    with pytest.raises(AssertionError, match="no barrier since the store"):
+        run(monkeypatch, plan, logits)
+
+
+def test_a_message_before_its_receiver_has_armed_fails(monkeypatch):
+    plan, logits = plan_of(64, 128, 8, tokens=8), logits_of(64, 128, "plain")
+    monkeypatch.setattr(Machine, "wait_armed", lambda machine: None)
+    with pytest.raises(AssertionError):
+        run(monkeypatch, plan, logits)

@@ -205,7 +205,7 @@ def test_the_router_reads_bfloat16():
 
 
 def test_it_says_what_it_takes():
-    fits = lambda R, E, D, device: mosaic_norm_route.fits(R, E, D, jnp.bfloat16, 8, 8, device)
+    fits = lambda R, E, D, device: mosaic_norm_route.fits(R, E, D, jnp.bfloat16, 8, device)
     assert fits(16, 128, 2048, H200)
     assert not fits(17, 128, 2048, H200)
     assert not fits(8, 64, 2048, H200)
