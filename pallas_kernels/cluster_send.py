@@ -137,19 +137,23 @@ _SEND = """{
 .reg .b32 entry, peer;
 mapa.shared::cluster.u32 entry, $0, $2;
 mapa.shared::cluster.u32 peer, $1, $2;
-st.async.shared::cluster.mbarrier::complete_tx::bytes.WORDS [entry], VALUES, [peer];
+WHERE st.async.shared::cluster.mbarrier::complete_tx::bytes.SIZE [entry], VALUES, [peer];
 }"""
 
 
-def send(place: Any, counted_at: Any, block: Any, words: Sequence[Any]) -> None:
-    """Sends one or two words to a place in another block, counted at a barrier there; the addresses are those of the own block."""
+def send(place: Any, counted_at: Any, block: Any, words: Sequence[Any], where: Any = None) -> None:
+    """Sends one or two words to a place in a block, where a condition holds, counted at a barrier there.
+
+    The addresses are those of the own block.
+    """
     names = [f"${3 + i}" for i in range(len(words))]
-    if len(words) == 1:
-        text = _named(_SEND, WORDS="b32", VALUES=names[0])
-    else:
-        text = _named(_SEND, WORDS=f"v{len(words)}.b32", VALUES=f"{{{', '.join(names)}}}")
-    constraints = ",".join(["r"] * (3 + len(words)) + ["~{memory}"])
-    asm(text, constraints, [place, counted_at, block, *words])
+    values = names[0] if len(words) == 1 else f"{{{', '.join(names)}}}"
+    size = "b32" if len(words) == 1 else f"v{len(words)}.b32"
+    predicate = "" if where is None else f"@${3 + len(words)}"
+    text = _named(_SEND, WHERE=predicate, SIZE=size, VALUES=values)
+    conditions = [] if where is None else [where]
+    constraints = ["r"] * (3 + len(words)) + ["b"] * len(conditions) + ["~{memory}"]
+    asm(text, ",".join(constraints), [place, counted_at, block, *words, *conditions])
 
 
 def _named(text: str, **values: Any) -> str:

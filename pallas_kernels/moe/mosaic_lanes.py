@@ -22,12 +22,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cluster_send
 from pallas_kernels import mlir_compat as mlir
-from pallas_kernels.cluster_send import SCALAR
 from pallas_kernels.peer_gather import words
 from pallas_kernels.peer_gather.words import asm
 
-__all__ = ["SCALAR"]
-
+SCALAR = cluster_send.SCALAR
+address = cluster_send.address
+global_address = words.address_of
 LOWEST = -(2**31)
 """The smallest word."""
 _ALL = "0xffffffff"
@@ -115,16 +115,6 @@ def thread() -> Any:
     return both(_pure("mov.u32 $0, %tid.x;", "=r", []), 127)
 
 
-def address(ref: Any) -> Any:
-    """The address of an array in shared memory."""
-    return cluster_send.address(ref)
-
-
-def global_address(ref: Any) -> Any:
-    """The address of an array in device memory, 64 bits."""
-    return words.address_of(ref)
-
-
 def largest(x: Any) -> Any:
     """The largest word of the warp, in one instruction."""
     return asm(f"redux.sync.max.s32 $0, $1, {_ALL};", "=r,r", [x], mlir.i32())
@@ -183,17 +173,6 @@ def load(place: Any, count: int = 1) -> list:
 def store(place: Any, x: Any, where: Any = None) -> None:
     """Stores a word to shared memory, where a condition holds."""
     _stored("st.shared.b32", "r", place, x, where)
-
-
-def send_to_block(place: Any, counted_at: Any, block: int, x: Any, where: Any) -> None:
-    """`cluster_send.send` of a word, where a condition holds; the addresses are those of the own block."""
-    text = """{
-.reg .b32 there, counted;
-mapa.shared::cluster.u32 there, $0, $3;
-mapa.shared::cluster.u32 counted, $1, $3;
-@$4 st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], $2, [counted];
-}"""
-    asm(text, "r,r,r,r,b,~{memory}", [place, counted_at, word(x), word(block), where])
 
 
 def store_words(place: Any, found: list) -> None:
@@ -255,7 +234,7 @@ def elements(array: Any) -> list:
     found = []
     for register in array.registers.flat:
         for i in range(mlir.ir.VectorType(register.type).shape[0]):
-            found.append(mlir.bitcast(cluster_send.element(register, i), mlir.i32()))
+            found.append(cluster_send.bits(cluster_send.element(register, i)))
     return found
 
 

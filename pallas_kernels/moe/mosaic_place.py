@@ -83,7 +83,6 @@ def place(
     """The worklist of what `mosaic_route.route` has counted: slots, experts and num_items of `route_and_place`."""
     top_k, padded_rows = ids.shape
     blocks, Ep = counts.shape
-    chunks = pl.cdiv(items, ROWS) * 2
     interpreted = launch.interpret is not None
 
     def body(
@@ -91,7 +90,7 @@ def place(
         masks_gmem,
         counts_gmem,
         slots_gmem,  # int32 [k, R']
-        experts_gmem,  # int32 [32 * chunks]
+        experts_gmem,  # int32 [items'], items padded to a multiple of 64
         num_items_gmem,  # int32 [64]
         counts_smem,  # int32 [blocks, Ep]
         base_smem,  # int32 [4, Ep], first slot of each expert for every 16 rows of the block
@@ -143,7 +142,7 @@ def place(
         body,
         out_type=(
             jax.ShapeDtypeStruct((top_k, padded_rows), jnp.int32),
-            jax.ShapeDtypeStruct((chunks * 32,), jnp.int32),
+            jax.ShapeDtypeStruct((pl.cdiv(items, ROWS) * ROWS,), jnp.int32),
             jax.ShapeDtypeStruct((ROWS,), jnp.int32),
         ),
         scratch_types=dict(

@@ -61,14 +61,9 @@ def results(plan: Plan, items: int) -> Results:
     return Results(
         jax.ShapeDtypeStruct(columns, jnp.float32),
         jax.ShapeDtypeStruct(columns, jnp.int32),
-        jax.ShapeDtypeStruct((_chunks(items) * 32,), jnp.int32),
+        jax.ShapeDtypeStruct((pl.cdiv(items, ROWS) * ROWS,), jnp.int32),
         jax.ShapeDtypeStruct((ROWS,), jnp.int32),
     )
-
-
-def _chunks(items: int) -> int:
-    """Chunks of 32 entries of the experts of all items."""
-    return pl.cdiv(items, ROWS) * 2
 
 
 def prepare(plan: Plan, results_gmem: Results, scratch: Scratch) -> None:

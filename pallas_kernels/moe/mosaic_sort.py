@@ -114,7 +114,7 @@ def exchange_counts(plan: Plan, g: Any, counts_gmem: list[Any], scratch: Scratch
         count, is_expert = lanes.popcount(mask), lanes.less(thread, plan.Ep)
         counted_at = lanes.address(barriers)
         for to in range(plan.blocks):
-            lanes.send_to_block(place, counted_at, to, count, is_expert)
+            cluster_send.send(place, counted_at, lanes.word(to), [count], is_expert)
 
     cluster_send.wait_armed()
     send(scratch.masks_smem, counts_smem, scratch.barriers_smem, g)

@@ -117,7 +117,9 @@ class Machine:
         self.expected, self.received = {}, dict.fromkeys(range(blocks), 0)
         self.armed: set = set()  # warps that have armed, and warps that know that all blocks have
         self.writers: dict = {}  # (block, warp) -> the lane that stored each word since the last barrier, or -1
-        of_messages = dict(arm=self.arm, wait_armed=self.wait_armed, receive=self.receive)
+        of_messages = {
+            name: getattr(self, name) for name in ("arm", "wait_armed", "send", "receive")
+        }
         for name, fake in of_messages.items():
             monkeypatch.setattr(cluster_send, name, fake)
         monkeypatch.setattr(plgpu, "load", lambda ref, **_: ref.read())
@@ -287,7 +289,8 @@ class Machine:
         for i, x in enumerate(found):
             self.store(place + 4 * i, x)
 
-    def send_to_block(self, place, counted_at, block, x, where):
+    def send(self, place, counted_at, block, words, where=None):
+        (x,) = words
         assert counted_at % 8 == 0
         assert ("all", self.own.place) in self.armed
         self.received[block] += 4 * int(np.broadcast_to(where, 32).sum())
@@ -310,7 +313,7 @@ class Machine:
 
 _OPERATIONS = (
     "thread", "address", "global_address", "scalar", "elements", "array", "largest", "lanes_where", "of_lane",
-    "add_lane_below", "sync_warp", "sync_warpgroup", "load", "store", "store_words", "send_to_block", "store_global",
+    "add_lane_below", "sync_warp", "sync_warpgroup", "load", "store", "store_words", "store_global",
     "or_shared", "loop",
 )  # fmt: skip
 
