@@ -31,23 +31,27 @@ def barriers(count: int) -> Any:
     return plgpu.SMEM((2 * count,), jnp.int32)
 
 
-def arm(barriers_smem: Any, counts: Sequence[int]) -> None:
+def arm(barriers_smem: Any, counts: Sequence[Any]) -> None:
     """Barrier i of this block waits for counts[i] bytes. Then the block arrives at the barrier of the cluster.
 
-    All warpgroups call it, before anything is sent.
+    All warpgroups call it, before anything is sent. A count is a number, or a scalar int32 known at run time.
     """
     inits = [f"@first mbarrier.init.shared::cta.b64 [$0 + {8 * i}], 1;" for i in range(len(counts))]
+    scalars = [count for count in counts if not isinstance(count, int)]
+    names = (f"${1 + i}" for i in range(len(scalars)))
+    sizes = [count if isinstance(count, int) else next(names) for count in counts]
     expected = [
-        f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + {8 * i}], {count};"
-        for i, count in enumerate(counts)
+        f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + {8 * i}], {size};"
+        for i, size in enumerate(sizes)
     ]
     text = _named(_ARM, INITS="\n".join(inits), EXPECTED="\n".join(expected))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def arm_(_, barriers):
-        asm(text, "r,~{memory}", [address(barriers)])
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * len(scalars)))
+    def arm_(_, barriers, *sizes):
+        operands = [address(barriers), *(size.registers.item() for size in sizes)]
+        asm(text, ",".join(["r"] * len(operands) + ["~{memory}"]), operands)
 
-    arm_(barriers_smem)
+    arm_(barriers_smem, *scalars)
 
 
 def wait_armed() -> None:

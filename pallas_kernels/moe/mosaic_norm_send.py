@@ -1,13 +1,15 @@
-"""What the blocks of `mosaic_norm_route` send each other: rows, products and logits, straight to shared memory.
+"""What the blocks of `mosaic_norm_product` and `mosaic_norm_route` send each other: rows, products and logits.
 
-Each of the three goes to an array of the receiving block, by `st.async`, and is counted in bytes at a barrier of that
-block, which is used once. A block arms its barriers before the first cluster barrier, and sends after it. A block ends
-after it has received everything that is sent to it.
+Each goes straight to shared memory, to an array of the receiving block, by `st.async`, and is counted in bytes at a
+barrier of that block, which is used once. A block arms its barriers before the first cluster barrier, and sends after it.
+A block ends after it has received everything that is sent to it.
 
     message    from                                    to
     rows       the block that norms the row            the block that multiplies these columns
     products   the block that multiplies a step        the block that adds these experts' products
-    logits     the block that adds products            block 0
+    logits     the block that adds products            block 0, in `mosaic_norm_route`
+
+Each cluster has a tile of the rows, and sends nothing to others.
 
 Mosaic's interpreter has no shared memory of other blocks. There the messages go through device memory, with barriers of
 the cluster in place of the counted bytes, so that its race detector checks what is read when.
@@ -47,11 +49,26 @@ _ROWS, _PRODUCTS, _LOGITS = range(3)
 
 
 class Sizes(NamedTuple):
-    """Static facts of one call: R rows of D columns, in products of `tokens` rows."""
+    """Static facts of one call: R rows of D columns, in products of `tokens` rows, those of one cluster."""
 
     R: int
     D: int
     tokens: int
+
+    @property
+    def tiles(self) -> int:
+        """Clusters."""
+        return pl.cdiv(self.R, self.tokens)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the first cluster, the most."""
+        return min(self.R, self.tokens)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all clusters have as many rows."""
+        return self.R % self.rows == 0
 
     @property
     def steps(self) -> int:
@@ -69,9 +86,14 @@ class Sizes(NamedTuple):
         return EXPERTS // BLOCKS
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a row that one block receives."""
+        return self.own_steps * STEP * 2
+
+    @property
     def received(self) -> tuple[int, int, int]:
-        """Bytes of rows and products that each block receives, and of logits that block 0 does."""
-        rows = self.R * self.own_steps * STEP * 2
+        """Bytes of rows and products that each block of the first cluster receives, and of logits that block 0 does."""
+        rows = self.rows * self.row_bytes
         return rows, self.steps * self.experts * self.tokens * 4, EXPERTS * self.tokens * 4
 
     @property
@@ -87,18 +109,24 @@ class Memory(NamedTuple):
     scratch: dict[str, Any]
 
 
-def memory(sizes: Sizes, logits_shape: tuple[int, int], groups: int, launch: Launch) -> Memory:
+def memory(
+    sizes: Sizes, logits_shape: tuple[int, int] | None, groups: int, launch: Launch
+) -> Memory:
+    """Without `logits_shape` no logits are sent."""
     received = dict(
         x_smem=plgpu.SMEM(
             (sizes.own_steps, sizes.tokens, STEP), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)
         ),
         products_smem=plgpu.SMEM((sizes.steps, sizes.experts, sizes.tokens), jnp.float32),
-        logits_smem=plgpu.SMEM(logits_shape, jnp.float32),
     )
+    if logits_shape is not None:
+        received |= dict(logits_smem=plgpu.SMEM(logits_shape, jnp.float32))
     if launch.interpret is None:
-        return Memory((), received | dict(barriers_smem=cluster_send.barriers(3)))
+        return Memory((), received | dict(barriers_smem=cluster_send.barriers(len(received))))
     made = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    out = made(sizes.steps, EXPERTS, sizes.tokens), made(sizes.tokens, EXPERTS)
+    out = (made(sizes.tiles, sizes.steps, EXPERTS, sizes.tokens),)
+    if logits_shape is not None:
+        out += (made(sizes.tokens, EXPERTS),)
     barrier = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=groups)
     return Memory(out, received | dict(cluster_barrier=barrier))
 
@@ -108,15 +136,16 @@ class Messages:
     """The messages of one block.
 
     Attributes:
-      block, group: the indices of the block and of the warpgroup.
+      tile, block, group: the indices of the cluster, of the block and of the warpgroup.
       x_smem: bfloat16 [own steps, tokens, 128], the columns that this block multiplies.
       products_smem: float32 [steps, experts, tokens], the products that this block adds.
-      logits_smem: float32 [tokens or more, 128], received by block 0.
-      barriers_smem: int32 [6], three barriers of 64 bits; on a GPU.
+      logits_smem: float32 [tokens or more, 128], received by block 0; None if no logits are sent.
+      barriers_smem: int32 [2 n], a barrier of 64 bits for each of the n messages; on a GPU.
       products_gmem, logits_gmem, cluster_barrier: in the interpreter.
     """
 
     sizes: Sizes
+    tile: Any
     block: Any
     group: Any
     products_gmem: Any = None
@@ -128,6 +157,11 @@ class Messages:
     cluster_barrier: Any = None
 
     @property
+    def first_row(self) -> Any:
+        """Of the cluster, a number if it is the only one."""
+        return 0 if self.sizes.tiles == 1 else self.tile * self.sizes.tokens
+
+    @property
     def _interpreted(self) -> bool:
         return self.barriers_smem is None
 
@@ -135,7 +169,11 @@ class Messages:
         """Before anything is sent: arms the barriers, and arrives at the barrier of the cluster."""
         if self._interpreted:
             return
-        cluster_send.arm(self.barriers_smem, self.sizes.received)
+        counts = self.sizes.received if self.logits_smem is not None else self.sizes.received[:2]
+        if not self.sizes.is_even:
+            rows = jnp.minimum(self.sizes.R - self.first_row, self.sizes.rows)
+            counts = rows * self.sizes.row_bytes, *counts[1:]
+        cluster_send.arm(self.barriers_smem, counts)
 
     def wait_begun(self) -> None:
         """Before the first message is sent: all blocks have armed their barriers."""
@@ -144,7 +182,7 @@ class Messages:
         cluster_send.wait_armed()
 
     def send_row(self, r: Any, column: Any, strip_reg: jax.Array, layout: Any) -> None:
-        """Sends the columns of row r from `column` on, each thread four, to the blocks that multiply them.
+        """Sends the columns of the cluster's row r from `column` on, each thread four, to the blocks that multiply them.
 
         In the interpreter the row's result in device memory is what the blocks read.
         """
@@ -154,7 +192,7 @@ class Messages:
         cluster_send.send_strip(*to, r, column, strip_reg, layout, self.sizes.own_steps * STEP)
 
     def receive_rows(self, normed_gmem: Any) -> None:
-        """All rows have arrived in x_smem, where the MMA may read them."""
+        """All rows of the cluster have arrived in x_smem, where the MMA may read them."""
         if not self._interpreted:
             self._wait(_ROWS)
             plgpu.commit_smem()  # threads have stored them, and the MMA reads them
@@ -164,16 +202,18 @@ class Messages:
         @pl.when(self.group == 0)
         def _():
             tiles = self.sizes.own_steps * (STEP // normed_gmem.shape[-1])
-            rows = normed_gmem[:, pl.ds(self.block * tiles, tiles)]
-            rows = rows.reshape(self.sizes.R, self.sizes.own_steps, STEP)
-            self.x_smem[:, pl.ds(0, self.sizes.R)] = rows.transpose(1, 0, 2)
+            columns = pl.ds(self.block * tiles, tiles)
+            for i in range(self.sizes.rows):
+                # A cluster with fewer rows has the last one several times.
+                row = normed_gmem[jnp.minimum(self.first_row + i, self.sizes.R - 1), columns]
+                self.x_smem[:, i] = row.reshape(self.sizes.own_steps, STEP)
 
         self._meet()
 
     def send_products(self, step: Any, tile: Any, product_reg: jax.Array) -> None:
         """Sends a product [64 experts, tokens] to the four blocks that add these experts, one from each warp."""
         if self._interpreted:
-            self.products_gmem[step, pl.ds(tile * TILE, TILE)] = product_reg
+            self.products_gmem[self.tile, step, pl.ds(tile * TILE, TILE)] = product_reg
             return
         experts, tokens = self.sizes.experts, self.sizes.tokens
 
@@ -209,7 +249,7 @@ class Messages:
         @pl.when(self.group == 0)
         def _():
             own = pl.ds(self.block * self.sizes.experts, self.sizes.experts)
-            self.products_smem[...] = self.products_gmem[:, own]
+            self.products_smem[...] = self.products_gmem[self.tile, :, own]
 
     def send_logits(self, totals_reg: jax.Array) -> None:
         """Sends the logits [experts, tokens] of this block to block 0, from warpgroup 0."""

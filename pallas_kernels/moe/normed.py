@@ -1,6 +1,6 @@
 """A mixture of experts with the residual sum and the norm before it, and its router."""
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import formats
 from pallas_kernels.activations import row_dtype
 from pallas_kernels.block_gemm.api import add_in_order, partial_products
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, Launch
 from pallas_kernels.moe.api import (
     DEFAULT_FORM,
     ExpertForm,
@@ -67,8 +67,8 @@ def normed_mixture(
 ) -> tuple[jax.Array, Mixture]:
     """Adds `parts` and a bias to the residual stream h, norms it, routes the rows and runs their experts.
 
-    The results are those of `add_rms_norm`, `partial_products` and `mixture`. On Hopper one kernel
-    (`mosaic_norm_route`) does for few rows what otherwise a norm, a product and a plan do, with the same bits.
+    The results are those of `add_rms_norm`, `partial_products` and `mixture`. On Hopper one kernel does for few rows what
+    otherwise a norm and a product do (`mosaic_norm_product`), or these and a plan (`mosaic_norm_route`), with the same bits.
 
     Args:
       h: [..., D].
@@ -86,31 +86,81 @@ def normed_mixture(
     E, R = formats.logical_shape(router.weight, router.scale)[0], h.size // D
     rows = jax.ShapeDtypeStruct((R, D), dtypes[-1])
     launch = resolve(rows, gate_up, down, form.activations, implementation, E)
-    if launch is not None and launch.device.platform == "cuda" and first is None:
-        from pallas_kernels.moe import mosaic_norm_route  # a slow import that CPU use does not need
+    fused = None
+    if launch is not None and launch.device.platform == "cuda":
+        fused = _fused(h, router, experts, launch)
+    if fused == "plan":
+        check(h, parts, norm.scale, bias=bias)
+        return _planned(h, parts, bias, norm, router, experts, launch)
+    to_experts = dict(router_bias=router.bias, form=form, first=first)
+    if fused == "product":
+        from pallas_kernels.moe import mosaic_norm_product
 
-        config = config_for(R, E, router.top_k, (gate_up, down), form.activations, launch)
-        few = R, E, D, h.dtype, router.top_k, launch.device
-        if mosaic_norm_route.fits(*few) and router.weight.dtype == jnp.bfloat16:
-            check(h, parts, norm.scale, bias=bias)
-            cut = dict(tokens=config.tokens, shared=config.shared)
-            items = most_items(R, E, router.top_k, **cut)
-            given = h.reshape(R, D), parts.reshape(-1, R, D), bias, norm.scale
-            added, *rows, weights, slots, of_items, num_items = mosaic_norm_route.norm_and_route(
-                *given, router.weight, router.bias, eps=norm.eps, items=items, launch=launch,
-                out_dtypes=dtypes, **how, **cut,
-            )  # fmt: skip
-            work = Worklist(of_items, num_items, slots, items)
-            to = gate_up, down, form.limit, config, launch, form.activations
-            return added.reshape(h.shape), Mixture(run_experts(rows[-1], work, *to), weights, slots)
-    given = dict(eps=norm.eps, bias=bias, out_dtypes=dtypes, implementation=implementation)
-    added, *rows = add_rms_norm(h, parts, norm.scale, **given)
-    rows = [x.reshape(R, D) for x in rows]
-    with_scale = dict(scale=router.scale, activations=form.activations)
-    logits = partial_products(rows[0], router.weight, **with_scale, implementation=implementation)
-    given = dict(router_bias=router.bias, form=form, first=first, implementation=implementation)
-    logits = add_in_order(logits)
-    return added, mixture(rows[-1], logits, gate_up, down, **how, **given)
+        check(h, parts, norm.scale, bias=bias)
+        given = h.reshape(R, D), parts.reshape(-1, R, D), bias, norm.scale, router.weight
+        made = dict(eps=norm.eps, launch=launch, out_dtypes=dtypes)
+        added, *rows, logits = mosaic_norm_product.norm_and_product(*given, **made)
+        added = added.reshape(h.shape)
+    else:
+        given = dict(eps=norm.eps, bias=bias, out_dtypes=dtypes, implementation=implementation)
+        added, *rows = add_rms_norm(h, parts, norm.scale, **given)
+        rows = [x.reshape(R, D) for x in rows]
+        given = dict(scale=router.scale, activations=form.activations)
+        to = rows[0], router.weight
+        logits = add_in_order(partial_products(*to, **given, implementation=implementation))
+    to_experts |= how | dict(implementation=implementation)
+    return added, mixture(rows[-1], logits, gate_up, down, **to_experts)
+
+
+def _fused(
+    h: jax.Array, router: Router, experts: Experts, launch: Launch
+) -> Literal["plan", "product"] | None:
+    """What one kernel does after the norm: the router's product, or also the plan of all experts."""
+    # Slow imports that CPU use does not need.
+    from pallas_kernels.moe import mosaic_norm_product, mosaic_norm_route
+
+    if router.weight.dtype != jnp.bfloat16:
+        return None
+    D = h.shape[-1]
+    few = h.size // D, len(router.weight), D, h.dtype
+    if experts.first is None and mosaic_norm_route.fits(*few, router.top_k, launch.device):
+        return "plan"
+    return "product" if mosaic_norm_product.fits(*few, launch.device) else None
+
+
+def _config(h: jax.Array, router: Router, experts: Experts, launch: Launch) -> Any:
+    """Tile sizes for the experts."""
+    sizes = h.size // h.shape[-1], len(router.weight), router.top_k
+    weights = experts.gate_up, experts.down
+    return config_for(*sizes, weights, experts.form.activations, launch)
+
+
+def _planned(
+    h: jax.Array,
+    parts: jax.Array,
+    bias: jax.Array | None,
+    norm: Norm,
+    router: Router,
+    experts: Experts,
+    launch: Launch,
+) -> tuple[jax.Array, Mixture]:
+    """`normed_mixture` with one kernel before the experts."""
+    from pallas_kernels.moe import mosaic_norm_route
+
+    D = h.shape[-1]
+    gate_up, down, form, _ = experts
+    config, R = _config(h, router, experts, launch), h.size // D
+    cut = dict(tokens=config.tokens, shared=config.shared)
+    items = most_items(R, len(router.weight), router.top_k, **cut)
+    given = h.reshape(R, D), parts.reshape(-1, R, D), bias, norm.scale
+    added, *rows, weights, slots, of_items, num_items = mosaic_norm_route.norm_and_route(
+        *given, router.weight, router.bias, eps=norm.eps, top_k=router.top_k,
+        normalize=router.normalize, items=items, launch=launch,
+        out_dtypes=row_dtypes(h.dtype, gate_up), **cut,
+    )  # fmt: skip
+    work = Worklist(of_items, num_items, slots, items)
+    to = gate_up, down, form.limit, config, launch, form.activations
+    return added.reshape(h.shape), Mixture(run_experts(rows[-1], work, *to), weights, slots)
 
 
 def row_dtypes(dtype: jnp.dtype, gate_up: ExpertWeights) -> tuple[jnp.dtype, ...]:

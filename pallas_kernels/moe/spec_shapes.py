@@ -17,18 +17,22 @@ class Spec:
     """One kernel on bfloat16 rows, gate_up of tiles on float16 rows: experts [E, 2, inner, width] and [E, width, inner].
 
     Attributes:
-      kernel: norm_route is `mosaic_norm_route.norm_and_route`, plan `mosaic_plan.route_and_plan`, place `mosaic_place.route_and_place`; sort is the kernel
+      kernel: norm_product is `mosaic_norm_product.norm_and_product`, norm_route
+        `mosaic_norm_route.norm_and_route`, plan `mosaic_plan.route_and_plan`, place `mosaic_place.route_and_place`; sort is the kernel
         `route` with XLA's worklist, for what `place` does not fit. The other names are those of the functions.
       items: items of gate_up and down, about as many as random routing gives; they touch as many experts
         as possible.
       form: format of the experts' weights.
-      bias: whether the router, or the experts, have a bias; norm_route: also the sum of the parts.
-      parts, normalize: of norm_route.
+      bias: whether the router, or the experts, have a bias; norm_route and
+        norm_product: also the sum of the parts.
+      parts, normalize: of norm_route; parts also of norm_product.
       own: plan: experts of a device that has not all of them; 0: it has all.
       activations: "fp8": gate_up and down take quantised rows.
     """
 
-    kernel: Literal["norm_route", "route", "plan", "place", "sort", "spread", "gate_up", "down"]
+    kernel: Literal[
+        "norm_product", "norm_route", "route", "plan", "place", "sort", "spread", "gate_up", "down"
+    ]
     rows: int
     items: int = 0
     experts: int = 128
@@ -47,7 +51,7 @@ class Spec:
     def chips(self) -> tuple[int, ...]:
         """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows, and only Blackwell in
         data centres multiplies mxfp8."""
-        if self.kernel == "norm_route":
+        if self.kernel in ("norm_product", "norm_route"):
             return (90,)
         if self.kernel == "place" and self.rows > 8192:
             return (90, 100)
@@ -66,7 +70,7 @@ class Spec:
     @property
     def mma(self) -> dict[int, str]:
         """Required matrix instruction, as `MMA`."""
-        if self.kernel == "norm_route":
+        if self.kernel in ("norm_product", "norm_route"):
             return MMA
         if self.kernel not in ("gate_up", "down"):
             return {}
@@ -101,6 +105,9 @@ SPECS = {
     "norm-route-16-of-8-parts": Spec(kernel="norm_route", rows=16, parts=8),
     "norm-route-16-bias": Spec(kernel="norm_route", rows=16, parts=8, bias=True, normalize=False),
     "norm-route-16-narrow": Spec(kernel="norm_route", rows=16, parts=8, width=1024),
+    **{f"qwen3-moe-norm-product-{R}": Spec(kernel="norm_product", rows=R) for R in (20, 64, 128)},
+    "norm-product-72-bias": Spec(kernel="norm_product", rows=72, parts=8, bias=True),
+    "norm-product-64-narrow": Spec(kernel="norm_product", rows=64, parts=8, width=1024),
     **{f"qwen3-moe-route-{R}": Spec(kernel="route", rows=R) for R in (300, 4096)},
     **{
         f"qwen3-moe-{kernel}-{R}": Spec(kernel=kernel, rows=R)

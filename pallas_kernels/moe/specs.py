@@ -193,11 +193,35 @@ def _norm_route(spec: Spec) -> tuple[Callable, tuple]:
         logits = linear(rows[1], weight, out_dtype=jnp.float32)
         return *rows, *_sorted_by_definition(spec, logits, router_bias)
 
+    return run, _norm_args(spec, _made(jnp.bfloat16, spec.experts))
+
+
+def _norm_product(spec: Spec) -> tuple[Callable, tuple]:
+    """h [R, width], parts [S, R, width], scale [width], weight [E, width][, bias [width]]
+    -> sum, normed twice [R, width], and logits float32 [R, E]."""
+    dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
+
+    def run(h, parts, scale, weight, bias=None):
+        if launch := _launch(spec.chips):
+            from pallas_kernels.moe import mosaic_norm_product
+
+            given = h, parts, bias, scale, weight
+            return mosaic_norm_product.norm_and_product(
+                *given, eps=1e-6, launch=launch, out_dtypes=dtypes
+            )
+        rows = add_rms_norm(h, parts, scale, eps=1e-6, bias=bias, out_dtypes=dtypes)
+        return *rows, linear(rows[1], weight, out_dtype=jnp.float32)
+
+    return run, _norm_args(spec)
+
+
+def _norm_args(spec: Spec, *router_bias: Any) -> tuple:
+    """h, parts, scale, weight, and if the spec has biases that of the sum and `router_bias`."""
     row = spec.rows, spec.width
     h, parts = _made(jnp.bfloat16, *row), _made(jnp.float32, spec.parts, *row)
     scale, weight = (_made(jnp.bfloat16, *size, spec.width) for size in ((), (spec.experts,)))
-    biases = _made(jnp.bfloat16, spec.width), _made(jnp.bfloat16, spec.experts)
-    return run, (h, parts, scale, weight, *(biases if spec.bias else ()))
+    biases = (_made(jnp.bfloat16, spec.width), *router_bias) if spec.bias else ()
+    return h, parts, scale, weight, *biases
 
 
 def _place(spec: Spec) -> tuple[Callable, tuple]:
@@ -298,6 +322,7 @@ def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
 
 
 _BUILD = dict(
+    norm_product=_norm_product,
     norm_route=_norm_route,
     route=_route,
     plan=_plan,

@@ -107,7 +107,13 @@ def complaint_about(kernel: dict) -> str | None:
     return f"{kernel['op']} {kernel['spec']} {kernel['name']}: {what}"
 
 
-_ROW_COUNTS = {"qwen3-moe-norm-route-8": 8, "norm-route-16-of-8-parts": 16}
+_SENT = {
+    "qwen3-moe-norm-route-8": (Sizes(8, 2048, 8), 3),
+    "norm-route-16-of-8-parts": (Sizes(16, 2048, 16), 3),
+    "qwen3-moe-norm-product-64": (Sizes(64, 2048, 8), 2),
+    "qwen3-moe-norm-product-128": (Sizes(128, 2048, 16), 2),
+}
+"""Messages of each spec."""
 
 
 def _places(lines: list[str], text: str, first: int = 0) -> list[int]:
@@ -117,15 +123,15 @@ def _places(lines: list[str], text: str, first: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("chip", [on("h200")])
 def test_blocks_of_a_cluster_send_when_the_receiver_has_armed(chip, tmp_path):
-    """The order of `cluster_send`'s PTX in `moe_norm_and_route`. With these numbers of rows every block norms rows."""
+    """The order of `cluster_send`'s PTX in kernels with a norm. With these numbers of rows every block norms rows."""
     if lacking := deviceless.missing():
         pytest.skip(lacking)
-    names = [f"--spec={name}" for name in _ROW_COUNTS]
+    names = [f"--spec={name}" for name in _SENT]
     found = run("bench.deviceless", chip, tmp_path / "dump", "--op=moe", *names)
-    assert [one["spec"] for one in found] == list(_ROW_COUNTS)
+    assert [one["spec"] for one in found] == list(_SENT)
     number_of = lambda file: int(file.stem.rsplit("_", 1)[1])
     files = sorted((tmp_path / "dump").glob("*.ptx"), key=number_of)
-    for file, R in zip(files, _ROW_COUNTS.values(), strict=True):
+    for file, (sizes, messages) in zip(files, _SENT.values(), strict=True):
         lines = file.read_text(encoding="utf-8").splitlines()
         places = functools.partial(_places, lines)
         inits = places("@first mbarrier.init")
@@ -136,12 +142,12 @@ def test_blocks_of_a_cluster_send_when_the_receiver_has_armed(chip, tmp_path):
         sends, receives = places("st.async"), places("mbarrier.try_wait.parity.acquire.cluster")
         order = [*inits, *counts, fence, arrive, begun, sends[0], receives[0]]
         assert order == sorted(order)
-        assert len(inits) == len(receives) == 3
+        assert len(inits) == len(receives) == messages
         # Threads have stored the rows, and the tensor cores read them through another proxy.
         product = places("wgmma.mma_async")[0]
         assert any(receives[0] < i < product for i in places("fence.proxy.async"))
         expected = [re.search(r"\+ (\d+)\], (\d+);", lines[i]).groups() for i in counts]
-        received = Sizes(R, 2048, R).received
+        received = sizes.received[:messages]
         assert expected == [(str(8 * i), str(size)) for i, size in enumerate(received)]
 
 

@@ -1,4 +1,4 @@
-"""Norm, router and plan in one kernel, beside the three kernels that it replaces, in Mosaic's interpreter.
+"""Norm and router in one kernel, and with the plan, beside the kernels that they replace, in Mosaic's interpreter.
 
 Rows have 1,024 columns, so a block has two warpgroups: XLA runs at most 32 computations of a CPU at a time, and eight blocks of
 four warpgroups would wait for each other forever. Four blocks may have four warpgroups.
@@ -14,7 +14,13 @@ import pytest
 from pallas_kernels import dispatch, fp8_tiles
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import B200, H200
-from pallas_kernels.moe import mosaic_norm_route, mosaic_norm_send, mosaic_plan, normed
+from pallas_kernels.moe import (
+    mosaic_norm_product,
+    mosaic_norm_route,
+    mosaic_norm_send,
+    mosaic_plan,
+    normed,
+)
 from pallas_kernels.moe.api import CHIPS
 from pallas_kernels.moe.mosaic_gpu import TuningConfig
 from pallas_kernels.moe.reference import ExpertWeights
@@ -64,6 +70,19 @@ def assert_same_bits(args: list, *, normalize: bool = True) -> None:
         assert one.tobytes() == other.tobytes()
 
 
+def assert_same_logits(args: list) -> None:
+    """Those of `norm_and_product`, with the rows."""
+    h, parts, bias, scale, weight, _ = args
+    norm = dict(eps=1e-6, out_dtypes=DTYPES, launch=launch())
+    added = rms_norm.Added(parts, bias=bias)
+    rows = rms_norm.add_rms_norm(h, added, scale, inner_eps=None, **norm)
+    logits = linear(rows[1], weight, out_dtype=jnp.float32, implementation="mosaic_gpu")
+    found = mosaic_norm_product.norm_and_product(*args[:-1], **norm)
+    for one, other in zip((*rows, logits), found, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
 def specified(results, R: int, count: int) -> list[np.ndarray]:
     *rows, weights, slots, experts, num_items = map(np.asarray, results)
     return [*rows, weights[:, :R], slots[:, :R], experts[:count], num_items]
@@ -81,6 +100,20 @@ def specified(results, R: int, count: int) -> list[np.ndarray]:
 )
 def test_the_bits_are_those_of_the_three_kernels(R, options):
     assert_same_bits(given(R, 1024, **options))
+
+
+@race_free
+@pytest.mark.parametrize(
+    ("R", "options"),
+    [
+        (17, dict(biases=True, massive=True)),  # a row in the last cluster
+        pytest.param(64, dict(), marks=pytest.mark.slow),
+        pytest.param(75, dict(biases=True, parts=2), marks=pytest.mark.slow),  # 11 of 16 rows
+        pytest.param(3, dict(parts=1), marks=pytest.mark.slow),
+    ],
+)
+def test_the_bits_of_the_logits_are_those_of_the_two_kernels(R, options):
+    assert_same_logits(given(R, 1024, **options))
 
 
 @pytest.mark.slow
@@ -132,11 +165,15 @@ def test_weights_need_not_be_normalised():
 @pytest.mark.slow
 @race_free
 def test_four_warpgroups_have_the_bits_of_the_three_kernels(monkeypatch):
-    for module in (mosaic_norm_route, mosaic_norm_send):
+    kernels = mosaic_norm_route.norm_and_route, mosaic_norm_product.norm_and_product
+    for module in (mosaic_norm_product, mosaic_norm_route, mosaic_norm_send):
         monkeypatch.setattr(module, "BLOCKS", 4)
-    mosaic_norm_route.norm_and_route.clear_cache()
+    for kernel in kernels:
+        kernel.clear_cache()
     assert_same_bits(given(3, 2048, biases=True))
-    mosaic_norm_route.norm_and_route.clear_cache()
+    assert_same_logits(given(18, 2048))
+    for kernel in kernels:
+        kernel.clear_cache()
 
 
 WEIGHT = np.ones((EXPERTS, 1024), np.float32)
@@ -146,7 +183,7 @@ class Called(Exception):
     """Raised by a spy in place of a kernel, so that nothing is computed."""
 
 
-def mixed(monkeypatch, *, router=None, first=None, **changes) -> None:
+def mixed(monkeypatch, *, R=2, router=None, first=None, **changes) -> None:
     """Calls `normed_mixture` with spies: raises `Called` with the name of the first kernel."""
 
     def spy(name):
@@ -155,8 +192,9 @@ def mixed(monkeypatch, *, router=None, first=None, **changes) -> None:
 
         return called
 
-    R, D, F = 2, 1024, 128
-    monkeypatch.setattr(mosaic_norm_route, "norm_and_route", spy("fused"))
+    D, F = 1024, 128
+    monkeypatch.setattr(mosaic_norm_route, "norm_and_route", spy("planned"))
+    monkeypatch.setattr(mosaic_norm_product, "norm_and_product", spy("product"))
     monkeypatch.setattr(normed, "add_rms_norm", spy("separate"))
     names = "h", "parts", "bias", "scale", "weight", "router_bias"
     h, parts, bias, scale, weight, router_bias = (
@@ -176,13 +214,16 @@ def mixed(monkeypatch, *, router=None, first=None, **changes) -> None:
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
-        (dict(), "fused"),
-        (dict(first=np.int32(0)), "separate"),  # of a device with a share of the experts
+        (dict(), "planned"),
+        (dict(first=np.int32(0)), "product"),  # of a device with a share of the experts
+        (dict(R=17), "product"),
+        (dict(R=128), "product"),
+        (dict(R=129), "separate"),
         (dict(router=(WEIGHT.astype(jnp.float8_e4m3fn), np.ones((1, 8), np.float32))), "separate"),
         (dict(router=(WEIGHT, None)), "separate"),
     ],
 )
-def test_one_kernel_is_for_all_experts_and_a_router_in_bfloat16(monkeypatch, changes, path):
+def test_one_kernel_is_for_few_rows_and_a_router_in_bfloat16(monkeypatch, changes, path):
     with pytest.raises(Called, match=path):
         mixed(monkeypatch, **changes)
 
@@ -202,6 +243,10 @@ def test_the_router_reads_bfloat16():
         mosaic_norm_route.norm_and_route(
             *given(1, 1024), launch=launch(), out_dtypes=DTYPES[::-1], **how
         )
+    with pytest.raises(ValueError, match="bfloat16 rows"):
+        mosaic_norm_product.norm_and_product(
+            *given(1, 1024)[:-1], eps=1e-6, launch=launch(), out_dtypes=DTYPES[::-1]
+        )
 
 
 def test_it_says_what_it_takes():
@@ -212,8 +257,15 @@ def test_it_says_what_it_takes():
     assert not fits(8, 128, 2880, H200)
     assert not fits(16, 128, 4096, H200)
     assert not fits(8, 128, 2048, B200)
+    fits = lambda R, E, D, device: mosaic_norm_product.fits(R, E, D, jnp.bfloat16, device)
+    assert fits(128, 128, 2048, H200)
+    assert not fits(129, 128, 2048, H200)
+    assert not fits(64, 128, 2880, H200)
+    assert not fits(64, 128, 2048, B200)
     with pytest.raises(ValueError, match="exceed the limits"):
         assert_same_bits(given(17, 1024))
+    with pytest.raises(ValueError, match="exceed the limits"):
+        mosaic_norm_product.norm_and_product(*given(129, 1024)[:-1], eps=1e-6, launch=launch())
 
 
 @pytest.mark.parametrize("R", [1, 7, 8, 9, 16])
@@ -227,7 +279,7 @@ def test_messages_go_where_they_are_read(monkeypatch, R, D):
     refs = dict(x_smem=x, products_smem=np.zeros(0), logits_smem=np.zeros(0))
 
     def of(block):
-        return mosaic_norm_send.Messages(sizes, block, 0, barriers_smem=np.zeros(0), **refs)
+        return mosaic_norm_send.Messages(sizes, 0, block, 0, barriers_smem=np.zeros(0), **refs)
 
     # A word of a row is its row and first column, of a product its step, expert and token.
     for r in range(R):
@@ -277,3 +329,62 @@ def test_messages_go_where_they_are_read(monkeypatch, R, D):
     received = Counter((message, block) for message, block, _ in wanted)
     for (message, _), words in received.items():
         assert 4 * words == sizes.received[message]
+
+
+def test_a_cluster_waits_for_the_rows_it_has(monkeypatch):
+    """R = 75: four clusters of 16 rows, one of 11; and R = 64, eight of 8 rows."""
+    armed = []
+    monkeypatch.setattr(
+        mosaic_norm_send.cluster_send, "arm", lambda _, counts: armed.append(counts)
+    )
+    for R, tokens in ((75, 16), (64, 8)):
+        sizes = mosaic_norm_send.Sizes(R, 2048, tokens)
+        for tile in range(sizes.tiles):
+            messages = mosaic_norm_send.Messages(sizes, tile, 0, 0, barriers_smem=np.zeros(0))
+            messages.begin()
+    rows, products = zip(*armed, strict=True)
+    assert [int(x) // 512 for x in rows] == [16] * 4 + [11] + [8] * 8
+    assert products == (16 * 16 * 16 * 4,) * 5 + (16 * 16 * 8 * 4,) * 8
+
+
+@pytest.mark.parametrize(("R", "tokens"), [(64, 8), (20, 8), (72, 16), (75, 16)])
+def test_each_logit_is_stored_once(monkeypatch, R, tokens):
+    """On a GPU; and no row that does not exist."""
+    module = mosaic_norm_product
+    sizes = mosaic_norm_send.Sizes(R, 2048, tokens)
+    threads = Threads(monkeypatch)
+    stored = {}
+
+    def store_global(to, offset, x, where):
+        if where is None or where:
+            assert (to, offset) not in stored
+            stored[to, offset] = x
+
+    fakes = dict(
+        elements=lambda totals: list(totals.registers.flat),
+        thread=lambda: threads.thread,
+        scalar=lambda x: x.registers.item(),
+        plus=lambda x, y: x + y,
+        times=lambda x, y: x * y,
+        both=lambda x, y: x & y,
+        right=lambda x, y: x >> y,
+        less=lambda x, y: x < y,
+        global_address=lambda ref: "logits",
+        store_global=store_global,
+    )
+    for name, fake in fakes.items():
+        monkeypatch.setattr(module.lanes, name, fake)
+    monkeypatch.setattr(module.jnp, "int32", int)
+    for tile in range(sizes.tiles):
+        for block in range(8):
+
+            def totals(thread, tile=tile, block=block):
+                """Registers of [16, tokens], in order."""
+                numbers = [divmod(thread * (tokens // 8) + i, tokens) for i in range(tokens // 8)]
+                return [(16 * block + e, tile * tokens + token) for e, token in numbers]
+
+            sender = mosaic_norm_send.Messages(sizes, tile, block, 0, barriers_smem=np.zeros(0))
+            module.store_logits(sender, totals, np.zeros(0))
+    assert stored == {
+        ("logits", 4 * (r * EXPERTS + e)): (e, r) for r in range(R) for e in range(EXPERTS)
+    }

@@ -7,7 +7,11 @@ import pallas_kernels
 from pallas_kernels.weight_tiles.warpgroups import launch_options
 
 _ROOT = Path(pallas_kernels.__file__).parent
-_REDUCE_ALIKE = {"rms_norm/mosaic_gpu.py", "moe/mosaic_norm_route.py"}
+_REDUCE_ALIKE = {
+    "rms_norm/mosaic_gpu.py",
+    "moe/mosaic_norm_product.py",
+    "moe/mosaic_norm_route.py",
+}
 """Kernels whose warpgroups all reduce the same numbers, so that those of one reduction need no order.
 
 Two norms of a row, or two rows of a block, are two reductions. `stored_barrier` orders them: a warpgroup begins the second
