@@ -171,57 +171,36 @@ def _plan(spec: Spec) -> tuple[Callable, tuple]:
     return run, (*_logits(spec), *([_made(jnp.int32)] if spec.own else []))
 
 
-def _norm_route(spec: Spec) -> tuple[Callable, tuple]:
-    """h [R, width], parts [S, R, width], scale [width], weight [E, width][, bias [width], router bias [E]]
-    -> sum, normed twice [R, width], and as `_plan`."""
+def _norm(spec: Spec) -> tuple[Callable, tuple]:
+    """h [R, width], parts [S, R, width], scale [width], weight [E, width][, bias [width][, router bias [E]]]
+    -> sum, normed twice [R, width], and as `_plan`; of norm_product the logits float32 [R, E] instead."""
     dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
     config = _config(spec)
     plan = dict(tokens=config.tokens, shared=config.shared)
+    is_planned = spec.kernel == "norm_route"
 
     def run(h, parts, scale, weight, bias=None, router_bias=None):
-        R = spec.rows
+        given = h, parts, bias, scale, weight
         if launch := _launch(spec.chips):
-            from pallas_kernels.moe import mosaic_norm_route
+            from pallas_kernels.moe import mosaic_norm_product, mosaic_norm_route
 
-            items = most_items(R, spec.experts, spec.top_k, **plan)
-            choice = dict(top_k=spec.top_k, normalize=spec.normalize, items=items, launch=launch)
-            given = h, parts, bias, scale, weight, router_bias
-            return mosaic_norm_route.norm_and_route(
-                *given, eps=1e-6, **choice, **plan, out_dtypes=dtypes
-            )
+            norm = dict(eps=1e-6, launch=launch, out_dtypes=dtypes)
+            if not is_planned:
+                return mosaic_norm_product.norm_and_product(*given, **norm)
+            items = most_items(spec.rows, spec.experts, spec.top_k, **plan)
+            choice = dict(top_k=spec.top_k, normalize=spec.normalize, items=items)
+            return mosaic_norm_route.norm_and_route(*given, router_bias, **norm, **choice, **plan)
         rows = add_rms_norm(h, parts, scale, eps=1e-6, bias=bias, out_dtypes=dtypes)
         logits = linear(rows[1], weight, out_dtype=jnp.float32)
-        return *rows, *_sorted_by_definition(spec, logits, router_bias)
+        return *rows, *(
+            _sorted_by_definition(spec, logits, router_bias) if is_planned else [logits]
+        )
 
-    return run, _norm_args(spec, _made(jnp.bfloat16, spec.experts))
-
-
-def _norm_product(spec: Spec) -> tuple[Callable, tuple]:
-    """h [R, width], parts [S, R, width], scale [width], weight [E, width][, bias [width]]
-    -> sum, normed twice [R, width], and logits float32 [R, E]."""
-    dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
-
-    def run(h, parts, scale, weight, bias=None):
-        if launch := _launch(spec.chips):
-            from pallas_kernels.moe import mosaic_norm_product
-
-            given = h, parts, bias, scale, weight
-            return mosaic_norm_product.norm_and_product(
-                *given, eps=1e-6, launch=launch, out_dtypes=dtypes
-            )
-        rows = add_rms_norm(h, parts, scale, eps=1e-6, bias=bias, out_dtypes=dtypes)
-        return *rows, linear(rows[1], weight, out_dtype=jnp.float32)
-
-    return run, _norm_args(spec)
-
-
-def _norm_args(spec: Spec, *router_bias: Any) -> tuple:
-    """h, parts, scale, weight, and if the spec has biases that of the sum and `router_bias`."""
     row = spec.rows, spec.width
     h, parts = _made(jnp.bfloat16, *row), _made(jnp.float32, spec.parts, *row)
     scale, weight = (_made(jnp.bfloat16, *size, spec.width) for size in ((), (spec.experts,)))
-    biases = (_made(jnp.bfloat16, spec.width), *router_bias) if spec.bias else ()
-    return h, parts, scale, weight, *biases
+    biases = _made(jnp.bfloat16, spec.width), _made(jnp.bfloat16, spec.experts)
+    return run, (h, parts, scale, weight, *(biases[: 1 + is_planned] if spec.bias else ()))
 
 
 def _place(spec: Spec) -> tuple[Callable, tuple]:
@@ -322,8 +301,8 @@ def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
 
 
 _BUILD = dict(
-    norm_product=_norm_product,
-    norm_route=_norm_route,
+    norm_product=_norm,
+    norm_route=_norm,
     route=_route,
     plan=_plan,
     place=_place,
