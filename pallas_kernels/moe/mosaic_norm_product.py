@@ -110,6 +110,9 @@ def norm_and_product(
         body,
         out_type=(*clusters.rows, logits, *clusters.messages.out),
         scratch_types=clusters.scratch,
+        # Safe: squares_smem is the only ref that threads both write and read, see `rms_norm/mosaic_gpu.py`. Copies and
+        # messages, which are asynchronous, write the others once, and a barrier counts them.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         grid=(sizes.tiles,),
         grid_names=("tile",),
         cluster=(BLOCKS,),
