@@ -1,6 +1,6 @@
 """A mixture of experts with the residual sum and the norm before it, and its router."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -128,13 +128,6 @@ def _fused(
     return "product" if mosaic_norm_product.fits(*few, launch.device) else None
 
 
-def _config(h: jax.Array, router: Router, experts: Experts, launch: Launch) -> Any:
-    """Tile sizes for the experts."""
-    sizes = h.size // h.shape[-1], len(router.weight), router.top_k
-    weights = experts.gate_up, experts.down
-    return config_for(*sizes, weights, experts.form.activations, launch)
-
-
 def _planned(
     h: jax.Array,
     parts: jax.Array,
@@ -149,9 +142,11 @@ def _planned(
 
     D = h.shape[-1]
     gate_up, down, form, _ = experts
-    config, R = _config(h, router, experts, launch), h.size // D
+    R = h.size // D
+    sizes = R, len(router.weight), router.top_k
+    config = config_for(*sizes, (gate_up, down), form.activations, launch)
     cut = dict(tokens=config.tokens, shared=config.shared)
-    items = most_items(R, len(router.weight), router.top_k, **cut)
+    items = most_items(*sizes, **cut)
     given = h.reshape(R, D), parts.reshape(-1, R, D), bias, norm.scale
     added, *rows, weights, slots, of_items, num_items = mosaic_norm_route.norm_and_route(
         *given, router.weight, router.bias, eps=norm.eps, top_k=router.top_k,
