@@ -149,10 +149,11 @@ def product(
     N = formats.logical_shape(values, scale)[0]
     form = Format.of(values, scale, launch.device, x.dtype)
     codec, mma = form.codec, form.mma
-    # Steps past K multiply zeros: TMA fills tiles outside of the array with zeros.
-    per_chunk = pl.cdiv(pl.cdiv(K, codec.step), config.chunks)
+    steps = pl.cdiv(K, codec.step)
+    per_chunk = pl.cdiv(steps, config.chunks)
     splits = config.chunks if config.split else 1
-    num_steps = per_chunk * config.chunks // splits
+    # Of a unit. All splits have as many steps; those past K multiply zeros, which TMA puts into tiles outside of the array.
+    num_steps = per_chunk if config.split else steps
     groups, tokens = mma.groups(config.groups), config.tokens
     tile_sizes = (1, tokens, K, jnp.float32, groups)
     stages = form.stages(config.stages, num_steps, form.most_stages(*tile_sizes, launch.device))
@@ -295,7 +296,10 @@ def product(
                 totals, factor = carry
                 start = [] if codec.mma_scaled else form.zeros(1, tokens, groups), factor
                 first = n * num_steps + c * per_chunk
-                partial, factor = ring.each_step(first, per_chunk, multiply, start)
+                count = per_chunk
+                if not config.split and steps % per_chunk:  # the last chunk is shorter
+                    count = jnp.minimum(count, steps - c * per_chunk)
+                partial, factor = ring.each_step(first, count, multiply, start)
                 partial = form.summed(partial, 1, tokens, **scratch)
                 return [total + part for total, part in zip(totals, partial, strict=True)], factor
 
