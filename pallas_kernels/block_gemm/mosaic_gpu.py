@@ -132,6 +132,16 @@ class _Unit(NamedTuple):
     offset: jax.Array
 
 
+def _steps_of_chunk(
+    n: jax.Array, c: jax.Array, per_chunk: int, num_steps: int
+) -> tuple[jax.Array, int | jax.Array]:
+    """(first, number) of the steps of chunk c of a block's n-th unit; the last chunk may have fewer."""
+    first = n * num_steps + c * per_chunk
+    if num_steps % per_chunk == 0:
+        return first, per_chunk
+    return first, jnp.minimum(per_chunk, num_steps - c * per_chunk)
+
+
 @functools.partial(jax.jit, static_argnames=("config", "launch"))
 def product(
     x: jax.Array,  # [R, K] in `Codec.x_dtype`
@@ -149,11 +159,10 @@ def product(
     N = formats.logical_shape(values, scale)[0]
     form = Format.of(values, scale, launch.device, x.dtype)
     codec, mma = form.codec, form.mma
-    steps = pl.cdiv(K, codec.step)
-    per_chunk = pl.cdiv(steps, config.chunks)
+    per_chunk = pl.cdiv(pl.cdiv(K, codec.step), config.chunks)
     splits = config.chunks if config.split else 1
-    # Of a unit. All splits have as many steps; those past K multiply zeros, which TMA puts into tiles outside of the array.
-    num_steps = per_chunk if config.split else steps
+    # All splits have as many steps: those past K multiply zeros, which TMA puts into tiles outside of the array.
+    num_steps = per_chunk if config.split else pl.cdiv(K, codec.step)
     groups, tokens = mma.groups(config.groups), config.tokens
     tile_sizes = (1, tokens, K, jnp.float32, groups)
     stages = form.stages(config.stages, num_steps, form.most_stages(*tile_sizes, launch.device))
@@ -295,11 +304,8 @@ def product(
             def add_chunk(c, carry):
                 totals, factor = carry
                 start = [] if codec.mma_scaled else form.zeros(1, tokens, groups), factor
-                first = n * num_steps + c * per_chunk
-                count = per_chunk
-                if not config.split and steps % per_chunk:  # the last chunk is shorter
-                    count = jnp.minimum(count, steps - c * per_chunk)
-                partial, factor = ring.each_step(first, count, multiply, start)
+                first, steps = _steps_of_chunk(n, c, per_chunk, num_steps)
+                partial, factor = ring.each_step(first, steps, multiply, start)
                 partial = form.summed(partial, 1, tokens, **scratch)
                 return [total + part for total, part in zip(totals, partial, strict=True)], factor
 
