@@ -307,14 +307,13 @@ def product(
                 first, steps = _steps_of_chunk(n, c, per_chunk, num_steps)
                 partial, factor = ring.each_step(first, steps, multiply, start)
                 partial = form.summed(partial, 1, tokens, **scratch)
+                if codec.row_scaled:  # each chunk, as where it has a block of its own
+                    at = scale_gmem.at[:, 0], one.first_row
+                    partial = form.times_scales(partial, *at, tokens, launch.interpret)
                 return [total + part for total, part in zip(totals, partial, strict=True)], factor
 
             carry = form.zeros(1, tokens, groups), factor
             totals, factor = lax.fori_loop(0, config.chunks // splits, add_chunk, carry)
-            if codec.row_scaled:
-                piece = tokens // len(totals)
-                scales = mma.load_rows(scale_gmem.at[:, 0], one.first_row, piece, launch.interpret)
-                totals = [total * scales for total in totals]
 
             def store():
                 token_range = pl.ds(one.token_tile * tokens, tokens)

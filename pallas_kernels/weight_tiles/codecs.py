@@ -44,7 +44,7 @@ class Codec(ABC):
       width: stored elements in one row of a tile.
       unpacked: threads convert the tile in registers; otherwise the MMA reads the stored tile.
       block_scaled: each tile has one scale, a factor on the product of that tile.
-      row_scaled: each row has one scale, a factor on the total of all steps.
+      row_scaled: each row has one scale, a factor on the sum of the steps of a chunk.
       staged: the scales of all of K are copied to shared memory before the first step.
       rescale: constant factor on the product of each tile.
       x_dtype: elements of the activations, which the MMA multiplies.

@@ -28,7 +28,7 @@ from pallas_kernels import formats, fp8_tiles, mxfp8
 from pallas_kernels.device import Device
 from pallas_kernels.weight_tiles import mxfp4
 from pallas_kernels.weight_tiles.codecs import STEP, Codec, codec_of, codec_of_kind
-from pallas_kernels.weight_tiles.mma import Mma, Operands
+from pallas_kernels.weight_tiles.mma import Mma, Operands, rounded_product
 from pallas_kernels.weight_tiles.mma_sm90 import Wgmma
 from pallas_kernels.weight_tiles.mma_sm100 import Tcgen05
 from pallas_kernels.weight_tiles.mma_sm120 import MmaSync
@@ -224,6 +224,20 @@ class Format:
         return self.mma.add_products(
             self.codec, totals_reg, factors, operands, refill, interpret, **scratch
         )
+
+    def times_scales(
+        self,
+        sums_reg: Sequence[jax.Array],
+        scale_gmem: Any,
+        first_row: Any,
+        tokens: int,
+        interpret: Any,
+    ) -> list[jax.Array]:
+        """Sums float32 [rows, tokens / pieces] times scale_gmem[first_row : first_row + rows], rounded."""
+        to = first_row, tokens // len(sums_reg), interpret
+        scales_reg = self.mma.load_rows(scale_gmem, *to)
+        how = scales_reg, self.mma.layout, interpret
+        return [rounded_product(one, *how) for one in sums_reg]
 
     def store_tokens_first(
         self,

@@ -32,7 +32,7 @@ def operands(form: str, R: int, N: int, K: int):
     weight = jax.random.normal(keys[1], (N, K))
     if form == "bf16":
         return x, weight.astype(jnp.bfloat16), None
-    shape = (-(-N // formats.BLOCK), -(-K // formats.BLOCK))
+    shape = (-(-N // formats.BLOCK), -(-K // formats.BLOCK)) if form == "fp8" else (N, 1)
     scale = jnp.asarray(np.exp(jax.random.normal(keys[2], shape)))
     return x, weight.astype(jnp.float8_e4m3fn), scale
 
@@ -110,9 +110,9 @@ def test_bias_and_dtype_come_after_the_sum_in_float32(form):
     assert np.array_equal(kernel(x, *weight), plain.astype(jnp.bfloat16))
 
 
-@pytest.mark.sampled(1, slow=2)
+@pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize(("chunks", "K"), [(2, 512), (3, 640)])
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", [*FORMATS, "fp8 rows"])
 @both_chips
 def test_blocks_of_their_own_give_the_bits_of_one_block(form, chunks, K):
     x, *weight = operands(form, 16, N_WIDE, K)

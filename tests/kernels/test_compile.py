@@ -151,6 +151,20 @@ def test_blocks_of_a_cluster_send_when_the_receiver_has_armed(chip, tmp_path):
         assert expected == [(str(8 * i), str(size)) for i, size in enumerate(received)]
 
 
+@pytest.mark.parametrize("chip", [on("h200"), on("b200")])
+def test_the_scale_of_a_row_is_rounded_into_each_chunks_sum(chip, tmp_path):
+    """As where each chunk has a block, whose sum the next kernel adds. The compiler would fuse both, and the interpreter
+    does not show it."""
+    if lacking := deviceless.missing():
+        pytest.skip(lacking)
+    run("bench.deviceless", chip, tmp_path / "dump", "--op=block_gemm", "--spec=per-row-wide-4096")
+    (file,) = (tmp_path / "dump").glob("*.ptx")
+    operations = re.findall(
+        r"\b(?:fma|mul)\.(?:rn\.)?f32(?:x2)?\b", file.read_text(encoding="utf-8")
+    )
+    assert set(operations) == {"mul.rn.f32"}
+
+
 @pytest.mark.parametrize(
     ("chip", "cache", "activations"),
     [
