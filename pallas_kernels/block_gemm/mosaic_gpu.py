@@ -133,13 +133,14 @@ class _Unit(NamedTuple):
 
 
 def _steps_of_chunk(
-    n: jax.Array, c: jax.Array, per_chunk: int, num_steps: int
+    n: jax.Array, c: jax.Array, chunks: int, num_steps: int
 ) -> tuple[jax.Array, int | jax.Array]:
-    """(first, number) of the steps of chunk c of a block's n-th unit; the last chunk may have fewer."""
-    first = n * num_steps + c * per_chunk
-    if num_steps % per_chunk == 0:
-        return first, per_chunk
-    return first, jnp.minimum(per_chunk, num_steps - c * per_chunk)
+    """(first, number) of the steps of chunk c of a block's n-th unit, which has `chunks`; the last ones may have fewer."""
+    per_chunk = pl.cdiv(num_steps, chunks)
+    count = per_chunk
+    if num_steps < per_chunk * chunks:
+        count = jnp.clip(num_steps - c * per_chunk, 0, per_chunk)
+    return n * num_steps + c * per_chunk, count
 
 
 @functools.partial(jax.jit, static_argnames=("config", "launch"))
@@ -304,7 +305,7 @@ def product(
             def add_chunk(c, carry):
                 totals, factor = carry
                 start = [] if codec.mma_scaled else form.zeros(1, tokens, groups), factor
-                first, steps = _steps_of_chunk(n, c, per_chunk, num_steps)
+                first, steps = _steps_of_chunk(n, c, config.chunks // splits, num_steps)
                 partial, factor = ring.each_step(first, steps, multiply, start)
                 partial = form.summed(partial, 1, tokens, **scratch)
                 if codec.row_scaled:  # each chunk, as where it has a block of its own
