@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.activations import rounded
 from pallas_kernels.dispatch import Launch
+from pallas_kernels.rounded_product import rounded_product
 
 _WARPS = 4
 _LANES = 32
@@ -114,6 +115,10 @@ def _kernel(plan: _Plan, interpret):
         b, t, block = (lax.axis_index(name) for name in ("batch", "row", "block"))
         first = block * G  # first head of the block, among all heads of the projection
 
+        def times(x, y):
+            """The product, rounded: with one part the compiler would fuse another of two products than with several."""
+            return rounded_product(x, y, layout, interpret)
+
         def load_row(row_gmem, *index):
             """Loads a vector [half] shared by all heads, as float32 [G, half]."""
             x = plgpu.load(row_gmem.at[index], layout=layout.reduce(0), optimized=False)
@@ -136,7 +141,8 @@ def _kernel(plan: _Plan, interpret):
             return halves_reg
 
         def normalize(halves_reg, weight_gmem):
-            squares = (halves_reg[0] * halves_reg[0] + halves_reg[1] * halves_reg[1]).sum(1)
+            low, high = (times(x, x) for x in halves_reg)
+            squares = (low + high).sum(1)
             inverse = lax.rsqrt(squares / plan.H + plan.eps)
             inverse = lax.broadcast_in_dim(inverse, (G, plan.half), (0,))
             halves_reg = [x * inverse for x in halves_reg]
@@ -149,7 +155,8 @@ def _kernel(plan: _Plan, interpret):
 
         def rotate(halves_reg):
             c, s = load_row(cos_gmem, b, t), load_row(sin_gmem, b, t)
-            return [halves_reg[0] * c - halves_reg[1] * s, halves_reg[1] * c + halves_reg[0] * s]
+            low, high = halves_reg
+            return [times(low, c) - times(high, s), times(high, c) + times(low, s)]
 
         def store(out_gmem, index, halves_reg):
             for half, x in zip(halves, halves_reg, strict=True):

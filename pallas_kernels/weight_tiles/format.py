@@ -26,9 +26,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import formats, fp8_tiles, mxfp8
 from pallas_kernels.device import Device
+from pallas_kernels.rounded_product import rounded_product
 from pallas_kernels.weight_tiles import mxfp4
 from pallas_kernels.weight_tiles.codecs import STEP, Codec, codec_of, codec_of_kind
-from pallas_kernels.weight_tiles.mma import Mma, Operands, rounded_product
+from pallas_kernels.weight_tiles.mma import Mma, Operands
 from pallas_kernels.weight_tiles.mma_sm90 import Wgmma
 from pallas_kernels.weight_tiles.mma_sm100 import Tcgen05
 from pallas_kernels.weight_tiles.mma_sm120 import MmaSync

@@ -21,10 +21,8 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mlir_compat as mlir
 from pallas_kernels.weight_tiles.codecs import Codec
 
 
@@ -140,40 +138,6 @@ class Mma(ABC):
     @abstractmethod
     def load_rows(self, source_gmem: Any, first: Any, tokens: int, interpret: Any) -> jax.Array:
         """Broadcasts source_gmem[first : first + rows] to float32 [rows, tokens]; unspecified past N."""
-
-
-def rounded_product(
-    x_reg: jax.Array, y_reg: jax.Array, layout: plgpu.Layout, interpret: Any
-) -> jax.Array:
-    """x * y, float32 arrays of one shape in `layout`; the product is rounded, whatever follows.
-
-    The compiler may fuse a product with a sum that follows, which then rounds once. So a sum that another kernel adds
-    would have other bits.
-    """
-    if interpret is not None:
-        return x_reg * y_reg
-    made = plgpu.ShapeDtypeStruct(x_reg.shape, jnp.float32, layout=layout)
-
-    @plgpu.inline_mgpu(arg_types=(layout, layout), return_type=made)
-    def multiply(_, x, y):
-        out = np.empty(x.registers.shape, dtype=object)
-        out.flat = list(map(_rounded_products, x.registers.flat, y.registers.flat))
-        return mlir.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
-
-    return multiply(x_reg, y_reg)
-
-
-def _rounded_products(x: Any, y: Any) -> Any:
-    """The products of two registers, vectors of float32."""
-    elements = lambda register, i: mlir.vector.extract(register, [], [i])
-    operands = [
-        (elements(x, i), elements(y, i)) for i in range(mlir.ir.VectorType(x.type).shape[0])
-    ]
-    # ptxas fuses `mul.f32` but not `mul.rn.f32`.
-    multiply = lambda pair: mlir.llvm.inline_asm(
-        mlir.ir.F32Type.get(), list(pair), "mul.rn.f32 $0, $1, $2;", "=f,f,f"
-    )
-    return mlir.vector.from_elements(x.type, list(map(multiply, operands)))
 
 
 def scaled_sums(

@@ -151,17 +151,18 @@ def test_blocks_of_a_cluster_send_when_the_receiver_has_armed(chip, tmp_path):
         assert expected == [(str(8 * i), str(size)) for i, size in enumerate(received)]
 
 
+@pytest.mark.parametrize(
+    ("op", "spec"), [("block_gemm", "per-row-wide-4096"), ("rope_write", "llama-8b-many")]
+)
 @pytest.mark.parametrize("chip", [on("h200"), on("b200")])
-def test_the_scale_of_a_row_is_rounded_into_each_chunks_sum(chip, tmp_path):
-    """As where each chunk has a block, whose sum the next kernel adds. The compiler would fuse both, and the interpreter
-    does not show it."""
+def test_products_are_rounded_before_they_are_added(op, spec, chip, tmp_path):
+    """See `rounded_product`: the scale of a row and the sum of a chunk, and rotations. Interpreters never fuse."""
     if lacking := deviceless.missing():
         pytest.skip(lacking)
-    run("bench.deviceless", chip, tmp_path / "dump", "--op=block_gemm", "--spec=per-row-wide-4096")
+    run("bench.deviceless", chip, tmp_path / "dump", f"--op={op}", f"--spec={spec}")
     (file,) = (tmp_path / "dump").glob("*.ptx")
-    operations = re.findall(
-        r"\b(?:fma|mul)\.(?:rn\.)?f32(?:x2)?\b", file.read_text(encoding="utf-8")
-    )
+    code = file.read_text(encoding="utf-8")
+    operations = re.findall(r"\b(?:fma|mul)\.(?:rn\.)?f32(?:x2)?\b", code)
     assert set(operations) == {"mul.rn.f32"}
 
 
