@@ -104,7 +104,7 @@ def oracle(family: str, num_draft: int) -> OracleDrafter:
     return OracleDrafter(jnp.asarray(table), jnp.asarray(0), num_draft)
 
 
-@pytest.mark.sampled(1, slow=1)
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize(
     ("family", "method"),
     [("llama", "oracle"), *zip(tiny.FAMILIES, itertools.cycle(("peagle", "eagle3")))],
@@ -178,7 +178,7 @@ def check_law(observed: np.ndarray, expected: np.ndarray) -> None:
     assert stats.chisquare(f_obs[some], f_exp).pvalue > 1e-3
 
 
-@pytest.mark.sampled(0, slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("method", "draft_sampling"),
     [

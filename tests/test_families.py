@@ -64,7 +64,7 @@ def run(engine: Engine) -> list[list[int]]:
     return [completion.tokens for completion in done]
 
 
-@pytest.mark.sampled(2, slow=4)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize(("method", "num_draft"), [("none", 0), ("eagle3", 3), ("peagle", 5)])
 def test_output_is_that_of_the_target_alone(family, method, num_draft):
@@ -79,7 +79,7 @@ def test_drafting_for_a_variant_does_not_change_its_output(variant):
     assert run(engine) == naive(variant)
 
 
-@pytest.mark.sampled(2, slow=5)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("family", tiny.TARGETS)
 @pytest.mark.parametrize("tap_last", [False, True])
 def test_rows_that_are_kept_are_those_of_all(family, tap_last):
@@ -109,8 +109,7 @@ def test_windows_do_not_see_how_the_prompt_was_cut(family, chunk):
     assert run(Engine(target(family), tiny.head(), config)) == naive(family)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("family", ["gemma4", "gpt_oss"])
 def test_windows_survive_preemption(family):
     config = engine_config(num_draft=3, num_pages=34, max_num_seqs=4)

@@ -120,7 +120,7 @@ def parallel(request):
     return request.param, served(request.param)
 
 
-@pytest.mark.sampled(1, slow=2)
+@pytest.mark.sampled(0, slow=1)
 def test_the_engine_drafts_with_the_golden_logits(parallel):
     name, seen = parallel
     golden = zip(expected(name)["chain_anchor"], expected(name)["chain_logits"], strict=True)
@@ -142,7 +142,7 @@ def autoregressive(request):
     return request.param, served(request.param, choose)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 def test_the_engine_drafts_step_by_step_with_the_golden_logits(autoregressive):
     name, seen = autoregressive
     want = log_softmax(expected(name)["ttt_logits"])  # [K, n, Vd]
@@ -218,7 +218,7 @@ def cod_elements(name: str) -> tuple[cod.Elements, np.ndarray]:
     return elements, np.array([layout.index(pair) for pair in pairs])
 
 
-@pytest.mark.sampled(1, slow=2)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("name", PEAGLE)
 def test_logits_loss_and_gradients_of_a_cod_sample_are_the_golden_ones(name):
     want, (elements, rows) = expected(name), cod_elements(name)

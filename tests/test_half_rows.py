@@ -79,6 +79,7 @@ def read(monkeypatch) -> dict:
     return dtypes
 
 
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_norms_store_float16_for_tiles_and_no_other_array_has_it(read, family):
     model = ordered(in_fp8(SIZES | FAMILIES[family], "bfloat16"), H200)
@@ -102,6 +103,7 @@ def test_norms_store_float16_for_tiles_and_no_other_array_has_it(read, family):
     assert read == READ[family]
 
 
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_heads_have_the_dtype_of_the_stream(family):
     model = ordered(in_fp8(SIZES | FAMILIES[family], "bfloat16"), H200)

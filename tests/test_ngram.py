@@ -37,6 +37,7 @@ def copied(text: list[int], least: int) -> list[int] | None:
     return [text[end + 1 + i % (newest - end)] for i in range(NGRAM_DRAFTS)]
 
 
+@pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize("least", [1, 2, 6, NGRAM_LONGEST])
 def test_lookup_copies_after_the_latest_of_the_longest_matches(least, num_cases):
     rng = np.random.default_rng(least)
@@ -102,7 +103,7 @@ def plain(target) -> list[list[int]]:
     return run(one_bucket(Engine(target, None, config(num_draft=0))), GREEDY)
 
 
-@pytest.mark.sampled(1, slow=3)
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("changes", [{}, dict(num_pages=34), dict(prefix_caching=False)])
 @pytest.mark.parametrize("method", ["peagle", "selector", "eagle3", "none"])
 def test_output_is_unchanged_by_ngrams(target, plain, method, changes):

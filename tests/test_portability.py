@@ -137,6 +137,7 @@ def test_a_requested_kernel_is_refused_where_the_table_says_so(part, platform):
     assert str(platform.device) in str(caught.value)
 
 
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize(("keys", "seen", "reads"), [(128, 60, 1), (2048, 500, 1), (4096, 1000, 2)])
 def test_attention_on_a_tpu_reads_blocks_of_512_keys_up_to_the_last_in_use(keys, seen, reads):
     """A key in a block past the last one in use is NaN: a read of it would show in the result."""

@@ -79,7 +79,7 @@ def engine(request) -> Engine:
     return one_bucket(Engine(tiny.target(), head, config(**drafts)))
 
 
-@pytest.mark.sampled(1, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_answers_after_a_hit_are_those_of_a_cold_engine(engine, sampling):
     """Texts part before, at and after a page's end, and within the output."""
@@ -89,7 +89,7 @@ def test_answers_after_a_hit_are_those_of_a_cold_engine(engine, sampling):
     assert found == [(cut, (cut - 1) // Z * Z) for cut in CUTS for _ in TAILS]
 
 
-@pytest.mark.sampled(1, slow=2)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("method", ["none", "peagle", "eagle3", "windowed head"])
 @pytest.mark.parametrize("family", [name for name in tiny.FAMILIES if name != "llama"])
 def test_every_family_answers_alike_cold_and_warm(family, method):
@@ -111,7 +111,7 @@ def test_every_family_answers_alike_cold_and_warm(family, method):
         assert dict(found)[3 * Z] == 0
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("family", ["windowed head", "gpt_oss", "gemma4", "mistral"])
 def test_windows_are_found_where_texts_part(family):
     """A beginning that others share is saved when the second text leaves it, and found by the third.
@@ -142,7 +142,7 @@ def test_windows_are_found_where_texts_part(family):
     assert rings.num_restored > 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize("windowed", [True, False])
 def test_rows_of_one_call_share_a_beginning(windowed):
     sizes = config(max_num_seqs=4, prefill_rows=4)
@@ -160,7 +160,7 @@ def test_rows_of_one_call_share_a_beginning(windowed):
     assert [one.tokens for one in done] == [one.tokens for one in alone]
 
 
-@pytest.mark.sampled(0, slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", ["none", "peagle", "eagle3"])
 def test_trained_heads_are_as_good_after_a_hit(method, sampling):
@@ -177,7 +177,7 @@ def test_trained_heads_are_as_good_after_a_hit(method, sampling):
         assert 2 * accepted > sum(answer.rounds for answer in answers)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=0)
 def test_requests_with_other_salts_share_nothing_and_a_flush_takes_one_salt(engine):
     engine.flush_prefix_cache()
     prompt = prompt_of(tiny.TARGET.vocab_size)
@@ -189,7 +189,7 @@ def test_requests_with_other_salts_share_nothing_and_a_flush_takes_one_salt(engi
     assert [num_cached("a", None), num_cached("b", None), num_cached("a", "x")] == [0, whole, 0]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=0)
 def test_pages_of_calls_that_were_not_dispatched_are_not_found(engine, monkeypatch):
     prompt = prompt_of(tiny.TARGET.vocab_size)
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
@@ -219,7 +219,7 @@ def test_an_engine_without_a_prefix_cache_computes_every_prompt():
     assert not off.scheduler.pool.numbers
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=0)
 def test_a_request_that_does_not_read_the_cache_computes_its_whole_prompt(engine):
     prompt = prompt_of(tiny.TARGET.vocab_size)
     ask(engine, prompt)

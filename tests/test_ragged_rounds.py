@@ -193,7 +193,7 @@ def test_rows_follow_the_times(every_round_decides):
     assert last_shape() == RoundShape(6, 4, 7)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_logprobs_are_those_of_plain_decoding(every_round_decides):
     engine = make_engine("llama", "oracle", GivenTimes({0: 1.0, 7: 0.01}), numbers=(7,))
     engine._compile([shape for shape in engine.programs.shapes if shape.num_draft])
@@ -211,7 +211,7 @@ def test_logprobs_are_those_of_plain_decoding(every_round_decides):
         ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_constrained_and_penalised_requests_keep_their_texts(every_round_decides, tmp_path):
     """Masks and counts belong to a row of a sequence, wherever the row lies among the flat ones."""
     tokenizer = json_tokenizer(tmp_path)

@@ -113,6 +113,7 @@ def random_rows(kind: str, count: int, seed: int) -> np.ndarray:
     return rows
 
 
+@pytest.mark.sampled(3, slow=3)
 @pytest.mark.parametrize("kind", ["distinct", "ties", "masked", "one token", "far apart", "alike"])
 def test_the_tokens_kept_are_those_of_a_sort(kind, num_cases):
     for case in range(num_cases("filtered rows", 3)):
@@ -162,6 +163,7 @@ def test_rows_that_are_no_distribution_leave_the_others_alone():
     np.testing.assert_array_equal(found[others], wanted[others])
 
 
+@pytest.mark.sampled(4, slow=1)
 @pytest.mark.parametrize("size", [1, 2, 2047, 2048, 2049, 8192])
 def test_any_size_of_vocabulary(size):
     """Sums are over spans of 2,048 columns."""

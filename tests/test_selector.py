@@ -105,6 +105,7 @@ def proposal(head, sampling: str = "argmax", **options):
     return jax.jit(lambda: drafter.propose(target, inputs, cache)[0])()
 
 
+@pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize("sampling", ["argmax", "sample"])
 @pytest.mark.parametrize("draft_vocab_size", [128, 50])
 @pytest.mark.parametrize("own_embedding", [True, False])
@@ -143,6 +144,7 @@ def test_a_selector_changes_drafts_after_the_first():
     assert (with_selector[:, 1:] != without[:, 1:]).any()
 
 
+@pytest.mark.sampled(2, slow=0)
 @pytest.mark.parametrize("draft_vocab_size", [128, 50, 8])
 def test_sampled_drafts_come_with_a_law_of_few_tokens(draft_vocab_size):
     head = tiny.head("selector", draft_vocab_size=draft_vocab_size)

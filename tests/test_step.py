@@ -204,7 +204,7 @@ def test_a_requests_own_number_of_drafts_bounds_what_it_accepts(
         assert np.array_equal(packed[b, : n + 1], said)
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("num_draft", [1, J])
 def test_rows_that_are_repeated_for_whole_tiles_change_nothing(num_draft, monkeypatch):
     text = np.random.default_rng(2).integers(2, tiny.TARGET.vocab_size, (B, LENGTH))

@@ -240,7 +240,7 @@ class Law:
 law_of = cache(Law)
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 @pytest.mark.parametrize("share", [0.6, 1.2])

@@ -69,7 +69,7 @@ def verify_table(p, drafts, *rest):
     return verify_sampled(p_draft, row, drafts, *rest)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize("num_draft", [0, 1, 2])
 @pytest.mark.parametrize("mode", ["argmax", "sample"])
 def test_emitted_tokens_have_exactly_the_targets_joint_law(mode, num_draft, monkeypatch):
@@ -113,6 +113,7 @@ jitted = jax.jit(verify)
 jitted_blocks = jax.jit(verify_blocks)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["argmax", "sample", "blocks"])
 def test_the_rule_with_its_own_random_numbers_has_the_law_too(mode, num_cases):
     """30000 requests or more over the outcomes of two tokens, at temperature 2.
@@ -239,6 +240,7 @@ def test_greedy_is_the_general_law_of_a_one_hot_target():
     assert set(want.count.tolist()) == {1, 2, 3, 4}
 
 
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("with_probs", [False, True])
 def test_greedy_rows_of_a_mixed_batch_are_greedy_and_rows_do_not_mix(with_probs):
     B = 64
@@ -278,6 +280,7 @@ def test_filtered_tokens_are_never_emitted():
     assert (tokens[..., None] == allowed).any(-1)[real].all()
 
 
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize("with_probs", [False, True])
 def test_a_requests_bits_do_not_depend_on_the_filters_of_others(with_probs):
     B, vocab = 64, 4000

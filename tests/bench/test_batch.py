@@ -251,7 +251,7 @@ def test_the_next_command_of_a_process_finds_the_weights(monkeypatch):
     assert [find(2), find()] == [4, 5]  # the last ones only
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_commands_of_one_process_share_weights_and_find_their_programs(tmp_path):
     """As on two GPUs: rounds, texts, and two replicas, over tiny presets."""
     model = "--preset qwen3-coder-30b-a3b-fp8"

@@ -22,7 +22,7 @@ SIZES = "--preset qwen3-0.6b --layers 1 --page-size 8 --prefill-chunk 16 --promp
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_jobs_are_processes(tmp_path):
     """Over a tiny preset."""
     out = tmp_path / "rows.jsonl"

@@ -48,7 +48,7 @@ def matrices(module) -> dict:
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize(
     ("form", "config"), [("bf16", DENSE), ("fp8", DENSE), ("fp8", MIXED), ("mxfp4", MOE)]
 )
@@ -206,7 +206,7 @@ def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
     assert "P-EAGLE" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize(
     ("given", "kind", "field"),
     [
@@ -273,7 +273,7 @@ class InThisProcess(ThreadPoolExecutor):
 
 
 @pytest.mark.parametrize(
-    ("devices", "variant"), [(1, "none"), pytest.param(2, "peagle:2", marks=pytest.mark.slow)]
+    ("devices", "variant"), [(1, "none"), pytest.param(2, "peagle:2", marks=pytest.mark.exhaustive)]
 )
 def test_programs_that_jobs_compiled_are_not_traced_again(
     tiny_presets, tmp_path, monkeypatch, capsys, devices, variant

@@ -53,7 +53,7 @@ def measure(job: Job, turn) -> Iterator[dict]:
         raise ValueError("the second case")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_compile_before_one_is_measured_and_one_is_at_a_time(tmp_path, caplog):
     """Jobs that fail, die in their turn or compile forever leave the others alone, and what was measured stays."""
     file = str(tmp_path / "notes")

@@ -32,7 +32,7 @@ def measured(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_k_and_concurrency_is_compared(tiny_preset, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     argv = ["--preset", "tiny-fp8", *TINY, "--out", str(out), "--methods", "none,peagle"]

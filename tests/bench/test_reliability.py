@@ -71,7 +71,7 @@ def test_the_command_runs_the_tests_of_a_kind_and_draws_the_page(tmp_path, page,
     [
         pytest.param(
             ["--only", "unheard of", "tests/engine/test_pages.py"], "no test tries unheard of",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.exhaustive,
         ),
         (["--page", "nowhere.md"], "no such page"),
     ],

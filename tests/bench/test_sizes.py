@@ -31,6 +31,7 @@ def test_counts_are_the_official_ones(name, billions, form, gigabytes):
     assert weights.num_bytes(form) / 1e9 == pytest.approx(gigabytes, abs=0.06)
 
 
+@pytest.mark.sampled(4, slow=2)
 @pytest.mark.parametrize("family", tiny.TARGETS)
 def test_bytes_are_those_of_a_model(family):
     model = tiny.target(dtype="bfloat16", **tiny.TARGETS[family])

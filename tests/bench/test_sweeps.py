@@ -60,7 +60,7 @@ def test_throughput_compares_methods_at_every_concurrency(folders, tmp_path, few
     assert measured[0]["ratio_to_plain"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_throughput_loads_the_programs_that_jobs_compiled(
     folders, tmp_path, few_prompts, monkeypatch, capsys
 ):
@@ -124,7 +124,7 @@ def test_a_row_says_what_the_weights_are(folders, tmp_path, few_prompts):
     assert [(row["dtype"], row["weights"]) for row in read(out)] == [("float32", "fp8")]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_acceptance_measures_every_head_k_and_set(folders, tmp_path, few_prompts):
     out = tmp_path / "rows.jsonl"
     source = tmp_path / "source"
@@ -146,7 +146,7 @@ def test_acceptance_measures_every_head_k_and_set(folders, tmp_path, few_prompts
 
 
 @pytest.mark.sampled(1, slow=0)
-@pytest.mark.parametrize("command", ["throughput", "acceptance", "lossless"])
+@pytest.mark.parametrize("command", ["acceptance", "throughput", "lossless"])
 def test_prompts_that_cannot_run_are_left_out_and_counted(
     folders, tmp_path, few_prompts, capsys, command
 ):

@@ -73,7 +73,7 @@ def accepted_of(rule, seed: int, num_draft: int, count: int) -> list[int]:
     return (verdict.count - 1).tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_drawn_acceptance_repeats_the_histogram_of_a_text():
     texts = [[0, 0, 0, 3], [], [2, 7]]  # a text without rounds does not count
     rule = drawn_acceptance(texts, 3)

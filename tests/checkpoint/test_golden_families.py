@@ -55,7 +55,7 @@ def forward(model: Decoder, tokens):
     return model.unembed(last), tapped, last
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_taps_equal_those_of_transformers(name):
     want, model = expected(name), load(name)
@@ -109,7 +109,7 @@ def greedy(name: str, head, num_draft: int) -> list[list[int]]:
     return [c.tokens for c in engine.generate(prompts, SamplingParams(max_tokens=24))]
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_engine_writes_the_greedy_text_of_transformers(name):
     assert greedy(name, None, 0) == expected(name)["greedy"].tolist()
@@ -343,7 +343,7 @@ BROKEN = {
 CASES = [(name, rule) for name, rules in BROKEN.items() for rule in rules]
 
 
-@pytest.mark.sampled(4, slow=20)
+@pytest.mark.sampled(2, slow=10)
 @pytest.mark.parametrize(("name", "rule"), CASES)
 def test_a_broken_rule_shows_in_the_logits(name, rule):
     model = load(name)

@@ -156,7 +156,7 @@ def family(request) -> str:
     return request.param
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("chunk", [64, 7])
 def test_the_engine_writes_the_greedy_text_of_transformers(family, chunk):
     want = expected(family)

@@ -86,6 +86,7 @@ def check_logits(head: DraftHead, source: str) -> None:
         np.testing.assert_allclose(peagle_logits(head, source), want, atol=ATOL)
 
 
+@pytest.mark.sampled(3, slow=1)
 @pytest.mark.parametrize("name", ["peagle-4", "peagle-bias", "peagle-shared", "eagle3", "eagle31"])
 def test_golden_heads_have_the_golden_logits(name):
     check_logits(load(GOLDEN / name), name)

@@ -60,7 +60,7 @@ def damaged(tensors: dict, draw) -> dict:
     return tensors
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2, slow=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_not_refused_fills_the_model(name, num_cases):
     config, tensors, shapes = parts(name)

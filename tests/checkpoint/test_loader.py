@@ -30,6 +30,7 @@ def leaves(model: nnx.Module) -> dict[tuple, jax.Array]:
     return {path: x.get_value() for path, x in nnx.to_flat_state(nnx.state(model))}
 
 
+@pytest.mark.sampled(4, slow=2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantised_weights_keep_the_bytes_of_the_file(name, dtype):
@@ -53,6 +54,7 @@ def test_quantised_weights_keep_the_bytes_of_the_file(name, dtype):
             assert dtype == "bfloat16" or part.tobytes() == want.tobytes()
 
 
+@pytest.mark.sampled(3, slow=1)
 @pytest.mark.parametrize("name", PLAIN)
 def test_an_unquantised_model_is_written_with_its_own_tensors(name, tmp_path):
     """Those of the other towers aside: only the text model is kept."""
@@ -111,6 +113,7 @@ def test_a_quantised_model_is_not_saved_as_if_it_were_not(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.sampled(3, slow=1)
 @pytest.mark.parametrize("name", PLAIN)
 def test_matrices_are_quantised_on_the_way_in(name):
     plain = leaves(load_target(GOLDEN / name, dtype="float32"))

@@ -232,7 +232,7 @@ def test_compare_leaves_out_a_method_without_a_head(generate, folders):
     assert objects(out)[-1] == {"dtype": "float32", "identical": True, "left_out": []}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compare_fails_and_names_the_place_where_an_output_differs(generate, folders, monkeypatch):
     run = runs.run
 

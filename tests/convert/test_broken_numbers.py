@@ -42,6 +42,7 @@ SCALES = {
 BROKEN = {"NaN": np.nan, "infinite": np.inf, "negative": -0.5, "zero": 0.0, "minus zero": -0.0}
 
 
+@pytest.mark.sampled(8, slow=4)
 @pytest.mark.parametrize(
     ("name", "value"),
     [(name, value) for name in [*SCALES][:3] for value in BROKEN.values()]

@@ -213,7 +213,7 @@ def one_parser():
         yield
 
 
-@pytest.mark.sampled(2, slow=2)
+@pytest.mark.sampled(2, slow=0)
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_a_damaged_checkpoint_is_refused_in_one_line_or_read_alike(chunk, num_cases):
     """Each chunk tries as many cases as `--cases` says, the same first ones always."""
@@ -262,7 +262,7 @@ def test_a_property_that_does_not_hold_is_noticed(case, monkeypatch, tmp_path):
         check_case(tmp_path, seed("qwen2").files(), loads_whole=True, group="1MB")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2, slow=4)
 @pytest.mark.parametrize("name", SEEDS)
 def test_an_undamaged_checkpoint_passes(name, tmp_path):
     files = seed(name).files()

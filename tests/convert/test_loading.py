@@ -24,6 +24,7 @@ def same_weights(first: nnx.Module, second: nnx.Module) -> bool:
     )
 
 
+@pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_target_has_the_same_weights(name, cli, tmp_path):
     cli("convert", GOLDEN / name, tmp_path / "dst")

@@ -60,7 +60,7 @@ def torch(monkeypatch):
     monkeypatch.setattr(transformers, "AutoModelForCausalLM", Model)
 
 
-@pytest.mark.sampled(1, slow=1)
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize(
     "name", ["llama", "gpt_oss-mxfp4", "qwen3_moe-fp8", "qwen3-fp8-channel", "llama-fp8-tensor"]
 )

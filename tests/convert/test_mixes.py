@@ -220,7 +220,7 @@ REASONS = ("the two are one parameter here", "both must be quantised or neither"
 FAMILIES = (*dict.fromkeys((*tiny.TARGETS, tiny.TARGET.family)), *HEADS)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1, slow=6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixes_are_refused_alike_or_loaded_as_they_decode(family, cli, tmp_path, num_cases):
     verdicts = []

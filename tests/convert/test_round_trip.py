@@ -22,7 +22,7 @@ def source_of(folder: Path, options: list[str]):
     return open_source(folder, target=Path(options[1]) if options else None)
 
 
-@pytest.mark.sampled(4, slow=4)
+@pytest.mark.sampled(2, slow=4)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_checkpoint_comes_back_byte_for_byte(name, cli, tmp_path):
     folder, options = CHECKPOINTS[name]

@@ -282,7 +282,7 @@ IDLE = {  # what a round over idle slots may seem to take, by K
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2, slow=5)
 @pytest.mark.parametrize("idle", IDLE)
 @pytest.mark.parametrize("size", REAL)
 def test_the_choice_comes_within_two_percent_of_the_best_k(size, idle, num_cases):
@@ -322,6 +322,7 @@ def test_a_trial_whose_rounds_are_not_timed_ends():
     assert set(chosen[-1000:]) == {J}
 
 
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_texts_and_counts_are_right_while_k_follows_changing_times(lag, monkeypatch, num_cases):
     monkeypatch.setattr(adaptive.LoadPolicy, "decide_every", 1)

@@ -99,6 +99,7 @@ def add_random(engine: FakeEngine, rng: random.Random) -> tuple[Request, str | N
     return request, grammar
 
 
+@pytest.mark.sampled(5, slow=5)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_request_gets_the_text_of_its_own_grammar_in_any_mix(name, lag, num_cases):

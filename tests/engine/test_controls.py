@@ -86,6 +86,7 @@ def test_controls_change_texts(texts):
         assert text[12] in (EOS, STOP)
 
 
+@pytest.mark.sampled(3, slow=2)
 @pytest.mark.parametrize("name", CONTROLS)
 def test_drafts_do_not_change_a_text_with_controls(drafting, texts, name):
     done = drafting(name).generate(PROMPTS, params(name))

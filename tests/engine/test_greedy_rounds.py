@@ -169,6 +169,7 @@ def test_every_round_of_a_call_is_reported_on_its_own(plain_texts):
         assert sum(len(made.drafts) for _, made, _ in rounds) == one.drafted
 
 
+@pytest.mark.slow
 def test_a_request_may_be_aborted_between_two_rounds_of_a_call(plain_texts):
     engine = Engine(
         tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), CALLS_OF_THREE

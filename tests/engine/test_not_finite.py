@@ -57,7 +57,7 @@ def check_failed(completion, num_tokens: int | None = None) -> None:
         assert completion.emitted == len(completion.tokens) - 1
 
 
-@pytest.mark.sampled(1, slow=1)
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize(
     ("family", "method", "num_draft"),
     [("llama", *method) for method in METHODS] + [(name, "peagle", 3) for name in FAMILIES[1:]],
@@ -91,7 +91,7 @@ def test_one_bad_token_ends_its_request_alone(family, method, num_draft, caplog)
     assert engine.scheduler.pool.num_free == engine.config.total_pages - 1
 
 
-@pytest.mark.sampled(0, slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_a_text_fails_at_the_same_token_with_and_without_drafts(family):
     """The token is emitted, because its own logits are finite; those of the next one are not."""
@@ -112,7 +112,7 @@ def test_a_text_fails_at_the_same_token_with_and_without_drafts(family):
     assert (done.tokens, done.finish_reason, done.error) == (text[: at + 1], "stop", None)
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("family", [*FAMILIES, "gemma4"])
 @pytest.mark.parametrize("number", [jnp.nan, jnp.inf])
 def test_one_number_of_any_matrix_is_found(family, number):

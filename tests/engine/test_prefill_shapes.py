@@ -95,6 +95,7 @@ def test_a_call_has_a_row_for_each_of_its_prompts():
         assert choose_shape(shapes, remaining).rows >= len(remaining)
 
 
+@pytest.mark.slow
 def test_no_request_waits_for_a_long_chunk():
     """Beside a request that decodes a long prompt has chunks of the usual size, and the text is the same."""
     rng = np.random.default_rng(5)
@@ -120,6 +121,7 @@ def test_no_request_waits_for_a_long_chunk():
     assert beside.output == alone.tokens
 
 
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize("lengths", [(92, 28), (124, 20, 20, 20)])
 def test_prompts_of_one_call_have_as_many_tokens_as_a_long_chunk_of_the_first(lengths):
     rng = np.random.default_rng(6)

@@ -77,7 +77,7 @@ def add_random(engine: FakeEngine, rng: random.Random, earlier: list[Request]) -
         return None
 
 
-@pytest.mark.sampled(11, slow=33)
+@pytest.mark.sampled(4, slow=15)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CONFIGS)

@@ -158,6 +158,7 @@ def test_the_limit_of_tokens_ends_a_text_within_a_string(engine, tokenizer):
     check(engine, request, schema)
 
 
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("reasoning", ["open", "optional"])
 def test_reasoning_ends_anywhere_and_the_answer_obeys(engine, tokenizer, reasoning):
     """The end of the reasoning is made likely, so that it falls at every place of a round."""

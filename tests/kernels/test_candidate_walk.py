@@ -35,6 +35,7 @@ def by_hand(ids, values, states, before, after) -> tuple[np.ndarray, np.ndarray]
     return taken, edges
 
 
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("drafts", [1, 2, 7])
 def test_the_definition_by_hand(drafts):
     given = operands(drafts, 32, jnp.float32)
@@ -48,7 +49,7 @@ def test_the_definition_by_hand(drafts):
 @pytest.mark.parametrize(
     ("drafts", "rank", "dtype"),
     [
-        (2, 64, jnp.float32),  # a warpgroup with one draft
+        pytest.param(2, 64, jnp.float32, marks=pytest.mark.slow),  # a warpgroup with one draft
         (4, 64, jnp.bfloat16),  # two, one of them with a draft less
         pytest.param(7, 256, jnp.bfloat16, marks=pytest.mark.slow),
         pytest.param(9, 64, jnp.float32, marks=pytest.mark.slow),  # more drafts than two each

@@ -73,7 +73,7 @@ def check(rows, rules, limits) -> None:
         assert share(below < limit) < top_p + 2e-6, rule
 
 
-@pytest.mark.sampled(2, slow=2)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("kind", ["distinct", "ties", "masked", "one thread", "alike", "far apart"])
 @pytest.mark.usefixtures("race_free")
 def test_the_kernel_is_the_reference(kind):
@@ -84,11 +84,12 @@ def test_the_kernel_is_the_reference(kind):
 @pytest.mark.parametrize(
     ("width", "blocks"),
     [
-        (1024, 2),  # the least: one column of threads in a piece
-        pytest.param(1152, 2, marks=pytest.mark.slow),  # of the last pieces some do not exist
-        (20_608, 2),
+        # The least: one column of threads in a piece.
+        pytest.param(1024, 2, marks=pytest.mark.exhaustive),
+        pytest.param(1152, 2, marks=pytest.mark.exhaustive),  # of the last pieces some do not exist
+        pytest.param(20_608, 2, marks=pytest.mark.exhaustive),
         pytest.param(32_000, 2, marks=pytest.mark.exhaustive),
-        pytest.param(41_088, 4, marks=pytest.mark.slow),
+        pytest.param(41_088, 4, marks=pytest.mark.exhaustive),
         pytest.param(82_048, 8, marks=pytest.mark.slow),  # the last block has one piece less
         pytest.param(151_936, 8, marks=pytest.mark.exhaustive),
         pytest.param(201_088, 8, marks=pytest.mark.exhaustive),
@@ -128,6 +129,7 @@ def test_equal_logits_at_the_border_are_all_kept():
     assert found.tolist() == [3, 0]
 
 
+@pytest.mark.slow
 def test_the_kernel_is_the_search_of_other_devices():
     rows = jnp.asarray(random_rows("distinct", 1024, len(RULES)))
     found = found_by("mosaic_gpu", rows, RULES)

@@ -69,6 +69,7 @@ def test_only_hopper_has_products_with_tiles(chip):
 
 
 # N ends inside of a block of 128 rows; chunks of K, and two warpgroups with 70 rows; one scale for each row.
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize(
     ("R", "N", "K", "scale"),
     [(5, 192, 384, (2, 3)), (20, 320, 640, (3, 5)), (70, 320, 640, (3, 5)), (13, 192, 384, (192, 1))],
@@ -87,6 +88,7 @@ def test_a_product_has_the_bits_of_one_with_rows(race_free, R, N, K, scale):
     np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize("R", [3, 20])
 def test_experts_have_the_bits_of_those_with_rows(race_free, R):
     E, D, F, top_k = 4, 256, 128, 2

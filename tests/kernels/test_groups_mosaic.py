@@ -67,7 +67,7 @@ SHAPES = {
 """Of R, N, K: 72 rows are two tiles of 64, or a part of one of 128."""
 
 
-@pytest.mark.sampled(2, slow=2)
+@pytest.mark.sampled(1, slow=2)
 @race_free
 @pytest.mark.parametrize(
     ("form", "tokens", "groups", "split"),
@@ -87,7 +87,7 @@ def test_products_have_the_same_bits(form, tokens, groups, split):
     assert np.array_equal(product(form, shape, tokens, 2, split, 2, groups), wanted)
 
 
-@pytest.mark.sampled(2, slow=3)
+@pytest.mark.sampled(1, slow=3)
 @race_free
 @pytest.mark.parametrize(
     ("form", "shape", "split", "num_sms"),

@@ -63,6 +63,7 @@ def assert_rounded(found: jax.Array, x, values, scale=None):
     ).all()
 
 
+@pytest.mark.sampled(2, slow=2)
 @race_free
 @pytest.mark.parametrize("step", specs.STEPS[:-1])
 def test_a_step_multiplies(step):

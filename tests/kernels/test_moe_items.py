@@ -23,7 +23,7 @@ def mxfp4(shape: tuple[int, ...], seed: int) -> ExpertWeights:
     return ExpertWeights(jnp.asarray(values), jnp.asarray(scale), None)
 
 
-@pytest.mark.sampled(1, slow=3)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.usefixtures("race_free", "wgmma_or_tcgen05")
 @pytest.mark.parametrize("tokens", [24, 48, 72, 80])
 @pytest.mark.parametrize("form", ["fp8", "mxfp4", "bf16", "fp8_rows"])

@@ -135,7 +135,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1, slow=4)
 @pytest.mark.parametrize(("R", "E", "k", "tokens", "shared"), CASES)
 def test_lanes_plan_as_defined(monkeypatch, R, E, k, tokens, shared):
     plan = plan_of(R, E, k, tokens=tokens, shared=shared)
@@ -145,7 +145,7 @@ def test_lanes_plan_as_defined(monkeypatch, R, E, k, tokens, shared):
         assert_same(plan, found, wanted(plan, logits))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1, slow=3)
 @pytest.mark.parametrize(("R", "E", "k"), [(8, 128, 8), (12, 32, 4), (64, 96, 4), (130, 128, 8)])
 @pytest.mark.parametrize("share", [0, 3])
 def test_lanes_plan_a_share(monkeypatch, R, E, k, share):
@@ -159,6 +159,7 @@ def test_lanes_plan_a_share(monkeypatch, R, E, k, share):
     assert ((found[2] >= 0) & (found[2] < own.count)).all()
 
 
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("R", [3, 16, 64])
 def test_lanes_divide_by_all_experts(monkeypatch, R):
     plan = plan_of(R, 64, 4, tokens=8, normalize=False)
@@ -176,7 +177,7 @@ def test_weights_are_those_of_the_reference(monkeypatch, R, k):
     np.testing.assert_allclose(weights[:, :R].T, expected, rtol=2e-7)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2, slow=3)
 @pytest.mark.parametrize("Ep", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_lanes_sort_in_many_blocks(monkeypatch, Ep, blocks):

@@ -258,7 +258,7 @@ def test_experts_compute_as_in_float64(form, R, bias, limit):
     )
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @race_free
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 @pytest.mark.parametrize("R", [3, 21])
@@ -313,7 +313,7 @@ def test_an_expert_without_rows_is_not_read(shared):
         np.testing.assert_allclose(found[:, j], wanted, rtol=0, atol=0.01 * np.abs(wanted).max())
 
 
-@pytest.mark.sampled(1, slow=3)
+@pytest.mark.sampled(1, slow=1)
 @race_free
 @pytest.mark.parametrize(
     ("R", "form", "options"),

@@ -64,7 +64,7 @@ def assert_own(logits, bias, k: int, first: int, count: int, *, normalize: bool 
     return total
 
 
-@pytest.mark.sampled(2, slow=4)
+@pytest.mark.sampled(1, slow=3)
 @pytest.mark.parametrize(
     ("R", "E", "k", "normalize", "bias", "kind"),
     [

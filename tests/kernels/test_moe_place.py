@@ -76,7 +76,7 @@ def test_slots_may_have_more_than_15_bits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [None, 4])
+@pytest.mark.parametrize("first", [pytest.param(None, marks=pytest.mark.exhaustive), 4])
 def test_a_mixture_is_the_same_with_either_worklist(monkeypatch, first):
     """Also on a device that has only the experts from `first` on."""
     R, E, D, F, own = 70, 16, 128, 64, 16 if first is None else 8

@@ -54,7 +54,7 @@ def run(x, logits, weights, implementation, **options) -> np.ndarray:
     return np.asarray(total(x, logits, weights))
 
 
-@pytest.mark.sampled(2, slow=2)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("R", [5, 40])  # shared by all experts, and spread to them
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_are_those_of_the_reference(form, R):

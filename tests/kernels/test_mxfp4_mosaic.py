@@ -57,6 +57,7 @@ def test_mxfp4_products_are_exact_but_for_the_order_of_sums(R, N, K):
     assert np.all(np.abs(found - wanted) <= 1e-6 * size)
 
 
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.usefixtures("race_free")
 @both_chips
 def test_every_code_and_the_whole_documented_range_of_scales():

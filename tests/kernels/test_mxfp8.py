@@ -173,6 +173,7 @@ def test_an_fp8_weight_is_rounded_once_more(scales):
     assert (error[below] <= np.maximum(np.abs(wide) / 16, largest * 2.0**-18)[below]).all()
 
 
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize(("R", "N", "K"), [(3, 700, 160), (9, 96, 384)])
 def test_the_reference_computes_the_definition(R, N, K):
     weight, x = weight_of(N, -(-K // 128) * 128), rows_of(R, K)
@@ -183,6 +184,7 @@ def test_the_reference_computes_the_definition(R, N, K):
     close(referenced(partial_products, x, weight[0], scale=weight[1])[0], wanted)
 
 
+@pytest.mark.sampled(2, slow=0)
 @pytest.mark.parametrize("activations", ["fp8", "mxfp8"])
 @pytest.mark.parametrize("N", [256, 700])
 def test_a_row_of_the_reference_has_the_same_bits_in_any_company(activations, N):
@@ -200,7 +202,7 @@ def test_a_row_of_the_reference_has_the_same_bits_in_any_company(activations, N)
         assert np.array_equal(part.reshape(size, N), whole[first : first + size])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.usefixtures("blackwell", "race_free")
 @pytest.mark.parametrize(
     ("R", "N", "K"), [(8, 128, 256), (21, 192, 384), (70, 320, 640), (5, 320, 2048)]

@@ -89,9 +89,9 @@ def specified(results, R: int, count: int) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     ("R", "options"),
     [
-        (1, dict(biases=True)),
-        (8, dict(parts=1)),
-        (9, dict(massive=True)),
+        pytest.param(1, dict(biases=True), marks=pytest.mark.exhaustive),
+        pytest.param(8, dict(parts=1), marks=pytest.mark.exhaustive),
+        pytest.param(9, dict(massive=True), marks=pytest.mark.slow),
         (16, dict(biases=True, parts=2)),
     ],
 )
@@ -104,8 +104,8 @@ def test_the_bits_are_those_of_the_three_kernels(R, options):
     ("R", "options"),
     [
         (17, dict(biases=True, massive=True)),  # a row in the last cluster
-        pytest.param(64, dict(), marks=pytest.mark.slow),
-        pytest.param(75, dict(biases=True, parts=2), marks=pytest.mark.slow),  # 11 of 16 rows
+        pytest.param(64, dict(), marks=pytest.mark.exhaustive),
+        pytest.param(75, dict(biases=True, parts=2), marks=pytest.mark.exhaustive),  # 11 of 16 rows
         pytest.param(3, dict(parts=1), marks=pytest.mark.slow),
     ],
 )
@@ -182,7 +182,7 @@ def test_weights_need_not_be_normalised():
     assert_same_bits(given(16, 1024), normalize=False)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @race_free
 def test_four_warpgroups_have_the_bits_of_the_three_kernels(monkeypatch):
     kernels = mosaic_norm_route.norm_and_route, mosaic_norm_product.norm_and_product

@@ -16,7 +16,7 @@ from tests.kernels.test_verify_attention_mosaic import CLOSE, Case, exactly, int
 pytestmark = pytest.mark.sampled(2)
 
 
-@pytest.mark.sampled(1, slow=6)
+@pytest.mark.sampled(1, slow=2)
 @interpreted
 @pytest.mark.parametrize(
     ("case", "split"),
@@ -36,7 +36,7 @@ def test_row_tiles_that_share_keys_have_the_bits_of_one(case, split):
     _share_keys_and_have_the_bits_of_one(case, split)
 
 
-@pytest.mark.sampled(1, slow=3)
+@pytest.mark.sampled(0, slow=1)
 @interpreted
 @pytest.mark.parametrize(
     ("case", "split"),

@@ -77,6 +77,7 @@ def definition(x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     return values.reshape(x.shape), scale
 
 
+@pytest.mark.sampled(6, slow=4)
 @every_chip
 @race_free
 @pytest.mark.parametrize(("R", "K"), [(1, 1280), (3, 256), (8, 128), (21, 384)])
@@ -89,6 +90,7 @@ def test_the_kernel_quantises_as_defined(R, K):
     np.testing.assert_array_equal(found.scale.T[:R], scale)
 
 
+@pytest.mark.sampled(3, slow=1)
 @every_chip
 @race_free
 @pytest.mark.parametrize("K", [256, 1280])
@@ -165,7 +167,7 @@ def test_a_quantised_row_does_not_depend_on_its_company():
 E, TOP_K, D, F = 4, 2, 128, 128
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, slow=1)
 @race_free
 @pytest.mark.parametrize("split", [False, True])
 def test_a_block_of_several_tiles_has_the_bits_of_one_for_each(split):

@@ -177,7 +177,7 @@ def test_the_kernel_is_the_reference(D, S, dtype):
     assert_same(kernel(h, delta, scale), definition(h, delta, scale), dtype)
 
 
-@pytest.mark.sampled(2, slow=2)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("factor", [False, True])
 @pytest.mark.parametrize(
     ("D", "S", "dtype"),

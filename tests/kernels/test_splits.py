@@ -69,6 +69,7 @@ def test_splits_that_do_not_nest_are_refused(steps, message):
         Splits(steps)
 
 
+@pytest.mark.sampled(6, slow=4)
 @rules
 @pytest.mark.parametrize("window", [None, 1, 9, 40])
 def test_results_have_room_for_all_splits_that_a_tile_sees(splits, window):

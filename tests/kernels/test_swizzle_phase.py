@@ -102,14 +102,14 @@ ATTENTION = (
 )
 
 
-@pytest.mark.sampled(5, slow=6)
+@pytest.mark.sampled(2, slow=4)
 @pytest.mark.parametrize("spec", ATTENTION)
 def test_slices_of_attention_start_at_a_period(chip, spec, inside_a_period):
     lower(*specs.build(specs.SPECS[spec]), chip)
     assert not inside_a_period
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=8)
 @pytest.mark.parametrize("op", ["block_gemm", "candidate_walk", "moe", "quantize"])
 def test_slices_of_other_operations_start_at_a_period(op, chip, inside_a_period):
     for spec in deviceless.spread(deviceless.specs_on(op, chip), 1).values():

@@ -42,13 +42,13 @@ OF_LONG = {
 @pytest.mark.parametrize(
     "width",
     [
-        1024,  # a read, which divides the row
+        pytest.param(1024, marks=pytest.mark.exhaustive),  # a read, which divides the row
         1088,  # a second read, of which one chunk is new
-        pytest.param(8192, marks=pytest.mark.slow),  # four blocks
+        pytest.param(8192, marks=pytest.mark.exhaustive),  # four blocks
         pytest.param(9024, marks=pytest.mark.slow),  # half of the last block does not exist
-        pytest.param(16_384, marks=pytest.mark.slow),  # the longest that is reduced as it is
+        pytest.param(16_384, marks=pytest.mark.exhaustive),  # the longest that is reduced as it is
         16_448,  # tiles are chosen; one chunk of the last read is new
-        pytest.param(32_000, marks=pytest.mark.slow),
+        pytest.param(32_000, marks=pytest.mark.exhaustive),
         pytest.param(151_936, marks=pytest.mark.slow),  # half of a tile at the end
         pytest.param(2**19, marks=pytest.mark.exhaustive),  # the longest
     ],
@@ -68,6 +68,7 @@ def test_the_kernel_is_the_reference(width):
     assert ((ids >= 0) & (ids < width)).all()
 
 
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("width", [1000, 33_000, 151_936])
 def test_equal_values_are_in_the_order_of_their_indices(width):
     """Also where the reference searches tiles of a long row."""

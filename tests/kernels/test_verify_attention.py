@@ -46,7 +46,7 @@ def page_table(window: int | None, chunk: int, spare: int = 0):
     return jnp.asarray(1 + order.reshape(B, width))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize(
     ("chunk", "window", "sinks"),
     [

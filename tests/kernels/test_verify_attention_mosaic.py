@@ -96,7 +96,7 @@ def exactly(run, *inputs):
     return jax.jit(run, compiler_options=exact)(*inputs)
 
 
-@pytest.mark.sampled(1, slow=5)
+@pytest.mark.sampled(1, slow=2)
 @interpreted
 @on_each_chip
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_kernel_equals_the_definition_however_the_work_is_cut(chip, case):
 GROWN = Splits(((0, 64), (128, 128), (256, 256)))
 
 
-@pytest.mark.sampled(1, slow=4)
+@pytest.mark.sampled(0, slow=2)
 @interpreted
 @on_each_chip
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_splits_that_grow_give_a_row_the_same_bits_however_the_work_is_cut(chip,
     np.testing.assert_array_equal(attend(chip, case, *row, 3, GROWN), alone[:1, -1:])
 
 
-@pytest.mark.sampled(1, slow=3)
+@pytest.mark.sampled(0, slow=1)
 @interpreted
 @on_each_chip
 @pytest.mark.parametrize("start", [1150, 1030, 100])
@@ -206,7 +206,7 @@ def test_walks_whose_splits_cannot_be_merged_are_refused(chip, H, G, refused):
         run()
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @interpreted
 @on_each_chip
 @pytest.mark.parametrize(

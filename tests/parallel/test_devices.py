@@ -39,6 +39,7 @@ def test_one_device_has_the_programs_and_weights_of_no_partition():
     assert partition.total(x) is x
 
 
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("key", [GreedyRound(RoundShape(2, 3)), RoundShape(2, 3), PREFILL])
 def test_programs_exchange_arrays_by_gathers_alone(key):
     """The order of additions of an all-reduce depends on the size of its message. An exchange of columns for rows is no

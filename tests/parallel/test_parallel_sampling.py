@@ -80,7 +80,7 @@ def test_drafts_that_are_accepted_in_blocks_are_those_of_one_device():
     check_equal(*(completions(n, tiny.head(**HEADS), **rules) for n in (2, 1)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ragged_rounds_on_two_devices_write_the_text_of_one():
     head = tiny.head(**HEADS)
     check_equal(
@@ -88,7 +88,7 @@ def test_ragged_rounds_on_two_devices_write_the_text_of_one():
     )
 
 
-@pytest.mark.sampled(0, slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
 @pytest.mark.parametrize("draft_vocab_size", [50, tiny.TARGET.vocab_size])
 def test_a_selector_chooses_the_drafts_of_one_device(draft_sampling, draft_vocab_size):

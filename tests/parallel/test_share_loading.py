@@ -34,8 +34,8 @@ def check_same(found: nnx.Module, wanted: nnx.Module) -> None:
             np.testing.assert_array_equal(np.asarray(mine.data), np.asarray(theirs.data))
 
 
-@pytest.mark.sampled(5, slow=3)
-@pytest.mark.sampled(5, slow=3)
+@pytest.mark.sampled(3, slow=3)
+@pytest.mark.sampled(3, slow=3)
 @pytest.mark.parametrize("is_converted", [False, True])
 @pytest.mark.parametrize("name", TARGETS)
 def test_shares_of_a_target(name, is_converted, tmp_path):

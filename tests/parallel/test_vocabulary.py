@@ -47,6 +47,7 @@ def rows_with_ties(rng) -> np.ndarray:
     return logits
 
 
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize("count", [2, 4])
 def test_the_largest_is_that_of_the_whole_row(count, num_cases):
     for case in range(num_cases("rows with ties over devices", 4)):
@@ -71,6 +72,7 @@ def test_totals_are_sums_with_small_errors(width):
     np.testing.assert_array_equal(totals(counts), counts.sum(-1))
 
 
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize("count", [2, 8])
 def test_tokens_are_found_on_their_devices(count):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(5, V)).astype(np.float32))
@@ -101,7 +103,7 @@ def rules(rows: int, **changes) -> RequestParams:
     )
 
 
-@pytest.mark.sampled(2, slow=4)
+@pytest.mark.sampled(1, slow=4)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(
     "changes",
@@ -147,6 +149,7 @@ def filters(rows: int) -> tuple:
     return temperature.astype(np.float32), top_k, top_p.astype(np.float32), min_p
 
 
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize("count", [2, 4])
 def test_cutoffs_are_those_of_one_device(count, num_cases):
     """Also of rows with ties at the border of two devices, NaN, or hardly any token. Columns of padding count for none."""
@@ -192,6 +195,7 @@ def check_scores(found, wanted) -> None:
             np.testing.assert_allclose(one, other, rtol=2e-6)
 
 
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize(("count", "num_top"), [(2, 5), (4, V), (8, 20)])
 def test_log_probabilities_are_those_of_one_device(count, num_top, num_cases):
     """With ties, also where more tokens are asked for than a device has columns. Padding is never among them."""
@@ -206,6 +210,7 @@ def test_log_probabilities_are_those_of_one_device(count, num_top, num_cases):
         assert (found[1] < V).all()
 
 
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize("count", [2, 8])
 def test_scores_of_a_prompt_are_those_of_one_device(count):
     """70 rows are two blocks."""

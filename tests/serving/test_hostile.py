@@ -35,7 +35,9 @@ def server(folders, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group", ["bad connections", pytest.param("large requests", marks=pytest.mark.exhaustive)]
+)
 def test_honest_clients_hardly_notice_hostile_ones(server, group):
     attacks, scale = GROUPS[group]
     names = [attack.name for attack in attacks]

@@ -126,6 +126,7 @@ def test_ordinary_heads_have_no_fault_wherever_they_are_cut():
         )
 
 
+@pytest.mark.sampled(2, slow=1)
 @pytest.mark.parametrize("sent", [b"", b"GET /hea", GET + b"X: y", b"\x00"])
 def test_a_head_that_does_not_come_ends_the_connection(impatient, gate, sent):
     with connect(impatient) as connection:
@@ -135,6 +136,7 @@ def test_a_head_that_does_not_come_ends_the_connection(impatient, gate, sent):
     eventually(lambda: gate.num_open == 0)
 
 
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("first", [b"", GET + b"\r\n"])
 def test_bytes_that_drip_do_not_extend_the_time_for_a_head(impatient, gate, first):
     with connect(impatient) as connection:

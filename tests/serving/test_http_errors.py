@@ -140,7 +140,7 @@ def post_ascii(http, path: str, body: dict):
     return http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(("field", "value"), cases(COMPLETION), ids=as_text)
 def test_completions_name_the_invalid_field(server, http, field, value):
     body = dict(prompt="a") | {field: value}

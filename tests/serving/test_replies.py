@@ -217,7 +217,7 @@ FLOODS = [
 ]
 
 
-@pytest.mark.sampled(0, slow=4)
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize(("form", "flood"), FLOODS)
 def test_a_hostile_reply_of_a_megabyte_takes_linear_time(form, flood):
     """Four times the text takes about four times as long; quadratic time would be sixteen times."""

@@ -159,7 +159,7 @@ def ends(host: Served) -> tuple[int, str]:
 PLAIN = ("--method", "none", "--max-num-seqs", "1")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_hosts_write_the_text_of_one_process(start, model, tmp_path):
     """Their connection uses TLS, with certificates on both sides."""
     ca = authority(tmp_path, "ca")
@@ -219,7 +219,7 @@ def test_a_process_that_hangs_ends_all(start):
     assert ends(follower)[0] in (70, 71)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_three_hosts_stop_when_one_gets_sigterm(start, model):
     leader, *followers = start(3, *PLAIN, refused=["--max-num-seqs", "2"])
     assert served(leader) == of_one_process(model, 3, num_draft=0, max_num_seqs=1)

@@ -104,6 +104,7 @@ CONSTRAINTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3, slow=2)
 @pytest.mark.parametrize(("fields", "check"), CONSTRAINTS)
 def test_completions_and_chats_obey(server, http, fields, check):
     body = dict(max_tokens=150, temperature=1, seed=1, n=2) | fields

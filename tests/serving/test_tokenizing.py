@@ -262,6 +262,7 @@ def hurried(make_engine):
     server.close()
 
 
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_time_in_the_tokenizer_counts_towards_the_limit_of_a_request(hurried, kind):
     """That of the text that is tokenised, and that of the text that waits."""

@@ -172,6 +172,7 @@ CHAT = dict(
 )  # fmt: skip
 
 
+@pytest.mark.sampled(2, slow=1)
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_random_model_calls_the_tool_that_it_must_call(client, temperature, is_stream):

@@ -54,6 +54,7 @@ def outcome_of():
     return outcome
 
 
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("family", ["llama with biases", "mistral", "qwen2"])
 def test_a_target_is_run_for_training_as_it_is_served(family):
     target, text = tiny.target(**tiny.TARGETS[family]), _text()
@@ -96,6 +97,7 @@ def test_a_head_of_another_shape_is_no_start():
         drafter.warm_start(fresh, split_model(tiny.head(intermediate_size=56))[0])
 
 
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize("weight", [0.5, 2.0])
 def test_depths_weigh_powers_of_the_depth_weight(outcome_of, weight):
     head = tiny.head()

@@ -57,6 +57,7 @@ def _of(form: str, anchors, m, e, alpha: float):
     return np.stack(rows)
 
 
+@pytest.mark.sampled(4, slow=2)
 @pytest.mark.parametrize("form", ["shared", *FORMS])
 @pytest.mark.parametrize("some", [False, True], ids=["all anchors", "picked anchors"])
 def test_states_are_those_of_the_form(form, some):
@@ -75,6 +76,7 @@ def test_states_are_those_of_the_form(form, some):
     np.testing.assert_allclose(jnp.broadcast_to(got, want.shape), want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("form", ["both", "mix"])
 def test_a_chain_reads_them_as_rows_of_a_round_would(form):
     """One anchor: the context, and its mask rows with their states, through causal attention."""
@@ -123,6 +125,7 @@ def gradients():
     return of
 
 
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize("form", ["depth", "mix"])
 def test_without_what_it_adds_a_form_is_the_shared_one_bit_for_bit(gradients, form):
     head = tiny.head(**tiny.HEAD_OF_ONE_LAYER)

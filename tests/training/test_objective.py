@@ -54,7 +54,7 @@ KINDS = ("labels", "distribution", "sharpened", "table")
 CASES = [*itertools.product(KINDS, ("kl", "tv", "lk")), ("labels", "unlikely")]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3, slow=4)
 @pytest.mark.parametrize(("kind", "loss"), CASES)
 def test_chunked_loss_and_gradient_equal_the_plain_ones(kind, loss):
     student, importance, teacher, p = _problem(kind)

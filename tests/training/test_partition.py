@@ -60,7 +60,7 @@ def _loss_and_gradients(segments: int, fields=()):
     return jax.device_get(step(params, target, text, jax.random.key(3)))
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("segments", [2, 4])
 @pytest.mark.parametrize("fields", [(), (("step_decay", 1.3), ("loss", "lk"), ("query_chunk", 5))])
 def test_pieces_give_the_loss_and_the_gradients_of_the_whole(segments, fields):

@@ -53,7 +53,7 @@ def test_widening_undoes_narrowing_and_is_its_gradient():
     np.testing.assert_array_equal(pull(few)[0], jnp.where(kept, x, 0))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_loss_and_gradients_are_those_of_the_picked_anchors(method):
     target, text, head = tiny.target(), _text(), tiny.head(method)

@@ -86,7 +86,7 @@ def rows(out: Path, name: str) -> list[dict[str, float]]:
     return curves.rows
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize("stage", ["target", "peagle", "eagle3"])
 def test_the_losses_fall(recipe, stage):
     out = recipe.run(stage)
@@ -103,7 +103,7 @@ def test_the_losses_fall(recipe, stage):
         assert {"accuracy_0", "accuracy_2", "acceptance_length"} <= heldout[0].keys()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_selector_learns_and_leaves_the_head_as_it_is(recipe):
     trained = rows(recipe.run("selector"), "train")
     assert trained[-1]["loss"] < trained[0]["loss"]
@@ -135,7 +135,7 @@ def test_what_was_trained_generates(recipe, method):
     assert drafted.drafted > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_head_can_be_trained_further(recipe, tmp_path):
     """With every option that a first run leaves alone; one careful step changes little."""
     more = f"--init {recipe.run('peagle')}/final --intermediate-size 120 --segments 2 --loss lk"
@@ -155,28 +155,21 @@ def test_a_head_can_be_trained_further(recipe, tmp_path):
         ("target", "--sequence 5000", "tokens; --sequence needs"),
         ("target", "--hidden-size 24 --steps 90", "another model, optimizer"),
         ("text", "--target /nowhere", "nowhere"),
-        ("peagle", "--rate 2", "shares, between 0 and 1"),
-        ("peagle", "--taps 9 1 2", "not 3 ascending ids"),
-        ("peagle", "--mask-token-id 512", "mask token id 512"),
-        pytest.param(
-            "peagle",
-            "--init {eagle3}/final",
-            "has method eagle3, not peagle",
-            marks=pytest.mark.slow,
-        ),
-        ("peagle", "--init {peagle}/final --intermediate-size 8", "mlp.down"),
-        ("peagle", "--init {peagle}/final --hidden depth", "--hidden is for new heads"),
-        ("peagle", "--freeze-embedding", "--hidden or frozen weights"),
-        pytest.param("eagle3", "--segments 2", "--segments cuts", marks=pytest.mark.slow),
-        pytest.param(
-            "selector",
-            "--head {eagle3}/final",
-            "EAGLE-3 sees its earlier drafts",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "selector", "--batch 500", "is more than there are texts", marks=pytest.mark.slow
-        ),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("peagle", "--rate 2", "shares, between 0 and 1"),
+                ("peagle", "--taps 9 1 2", "not 3 ascending ids"),
+                ("peagle", "--mask-token-id 512", "mask token id 512"),
+                ("peagle", "--init {eagle3}/final", "has method eagle3, not peagle"),
+                ("peagle", "--init {peagle}/final --intermediate-size 8", "mlp.down"),
+                ("peagle", "--init {peagle}/final --hidden depth", "--hidden is for new heads"),
+                ("peagle", "--freeze-embedding", "--hidden or frozen weights"),
+                ("eagle3", "--segments 2", "--segments cuts"),
+                ("selector", "--head {eagle3}/final", "EAGLE-3 sees its earlier drafts"),
+                ("selector", "--batch 500", "is more than there are texts"),
+            )
+        ],
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(recipe, capsys, stage, options, message):

@@ -70,7 +70,7 @@ def _text(S=12):
     return passes.Text(tokens, jnp.array([2, 4, 5]), jnp.array([S, S - 2, S - 1]))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("fields", [
     dict(), dict(loss="ce"), dict(loss="tv", step_decay=0.7, sharpen=0.6),
 ])  # fmt: skip
