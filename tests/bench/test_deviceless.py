@@ -149,7 +149,7 @@ def test_some_specs_are_spread_over_their_list(most, names):
     assert deviceless.spread(specs, most) == {name: specs[name] for name in names}
 
 
-@pytest.mark.parametrize("most", [2, 6, 14])
+@pytest.mark.parametrize("most", [2, 3, 5])
 @pytest.mark.parametrize("op", deviceless.ops())
 def test_a_spread_has_every_kernel_and_weight_format_of_its_operation(op, most):
     """With the numbers of specs that tests/kernels/test_compile.py compiles."""
