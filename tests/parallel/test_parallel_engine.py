@@ -126,7 +126,7 @@ def test_messages_to_peers_have_one_order_on_all_devices(temperature):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gather", [pytest.param("library", marks=pytest.mark.exhaustive), "peers"])
+@pytest.mark.parametrize("gather", ["library", "peers"])
 def test_several_rounds_in_a_call_send_the_messages_of_single_ones(gather):
     """The text is that of one device and one round a call; the loop hands the table of messages from round to round."""
     model = target("qwen3_moe")
@@ -144,7 +144,7 @@ def test_several_rounds_in_a_call_send_the_messages_of_single_ones(gather):
         assert sent[0, 0] > 100
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=3)
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_lossless_on_any_number_of_devices(family, count):
@@ -152,7 +152,7 @@ def test_every_family_is_lossless_on_any_number_of_devices(family, count):
     check_lossless(count, target(family), wanted)
 
 
-@pytest.mark.sampled(0, slow=1)
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(
     ("family", "form"), [("qwen3", "fp8"), ("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")]
@@ -199,7 +199,7 @@ def test_quantised_activations_are_lossless_too(form, count):
     assert made[0] != made[1]  # the activations were quantised
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_a_cache_in_fp8_is_lossless_too(family):
     """Pages, and rings of windows."""
@@ -209,7 +209,7 @@ def test_a_cache_in_fp8_is_lossless_too(family):
     check_lossless(2, model, wanted, **cache)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
 def test_n_gram_drafts_on_two_devices_are_those_of_one(draft_sampling):
     """Greedy and sampled texts, with a head for where nothing matches; the target of few tokens repeats itself."""
