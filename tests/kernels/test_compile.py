@@ -55,9 +55,13 @@ SPILLS = {
         for name in ("512", "512-of-4k", "16k-begin", "16k-end")
     },
     ("rtx5090", "gemma-31b-local-fp8-cache"): 20,
+    ("h200", "qwen3-moe-prefill"): 48,
+    ("h200", "llama-8b-prefill"): 40,
+    ("h200", "gpt-oss-prefill"): 128,
+    ("h200", "gpt-oss-prefill-long"): 128,
 }
-"""Bytes that a kernel may spill: a thread of rows of 8,192 columns has 128 registers and no more, and one that
-merges splits of attention holds two sums."""
+"""Bytes that a kernel may spill: a thread of rows of 8,192 columns has 128 registers and no more, one that
+merges splits of attention holds two sums, and prefill with pages of 16 tokens spills before its loop."""
 
 
 @functools.cache
