@@ -1,8 +1,8 @@
 """Products of float32 arrays in registers that no compiler fuses with the sum that follows.
 
-A fused multiply-add rounds once, a product and a sum round twice. Where two kernels must have the same bits, or one kernel with
-other sizes, the compilers may fuse in one and not in the other, or fuse another of two products: LLVM and ptxas
-decide for each kernel. Interpreters never fuse.
+A fused multiply-add rounds once, a product and a sum round twice. LLVM decides for each kernel whether it fuses, and which of
+two products it fuses with their sum; ptxas may fuse what is left. So two kernels that must have the same bits, or two
+forms of one kernel, may differ. Inline PTX is opaque to LLVM, and ptxas never fuses `mul.rn`. Interpreters never fuse.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def rounded_product(
 
 
 def _register(x: Any, y: Any) -> Any:
-    """The products of two vectors of float32. ptxas fuses `mul.f32` with an addition, but not `mul.rn.f32`."""
+    """The products of two vectors of float32."""
     type_ = mlir.ir.F32Type.get()
     products = []
     for i in range(mlir.ir.VectorType(x.type).shape[0]):

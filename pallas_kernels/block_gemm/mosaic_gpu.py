@@ -295,7 +295,7 @@ def product(
                     x_scales, w_scales = x_scale_smem.at[slot], [w_scale_smem.at[place, 0]]
                 operands = Operands(
                     tiles_smem, x_smem.at[slot], scales_smem, at(i)[1], x_scales, w_scales,
-                    is_first=lax.rem(i, per_chunk) == 0,
+                    is_first=lax.rem(at(i)[1], per_chunk) == 0,
                 )  # fmt: skip
                 totals = form.add_products(
                     totals, [factor], operands, refill, launch.interpret, **scratch
@@ -308,7 +308,7 @@ def product(
                 first, steps = _steps_of_chunk(n, c, config.chunks // splits, num_steps)
                 partial, factor = ring.each_step(first, steps, multiply, start)
                 partial = form.summed(partial, 1, tokens, **scratch)
-                if codec.row_scaled:  # each chunk, as where it has a block of its own
+                if codec.row_scaled:  # the sum of each chunk, because a K-split scales it too
                     at = scale_gmem.at[:, 0], one.first_row
                     partial = form.times_scales(partial, *at, tokens, launch.interpret)
                 return [total + part for total, part in zip(totals, partial, strict=True)], factor

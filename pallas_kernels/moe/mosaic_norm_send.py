@@ -67,7 +67,7 @@ class Sizes(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether all clusters have as many rows."""
+        """Whether all clusters have the same number of rows."""
         return self.R % self.rows == 0
 
     @property

@@ -116,7 +116,7 @@ def _kernel(plan: _Plan, interpret):
         first = block * G  # first head of the block, among all heads of the projection
 
         def times(x, y):
-            """The product, rounded: with one part the compiler would fuse another of two products than with several."""
+            """The rounded product. The compiler would fuse one of two products with their sum; which one depends on the number of parts."""
             return rounded_product(x, y, layout, interpret)
 
         def load_row(row_gmem, *index):

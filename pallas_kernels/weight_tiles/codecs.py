@@ -6,7 +6,7 @@ A codec describes the tile of one pipeline step and where its scales apply. It d
     codec       tile row in device memory    scales                                applied to
     Plain       128 bfloat16                 none
     Fp8Blocks   128 e4m3                     float32, one per 128 x 128 block      the product of each step
-    Fp8Rows     128 e4m3                     float32, one per row                  the total, after all steps
+    Fp8Rows     128 e4m3                     float32, one per row                  the sum of each chunk
     Fp8Tiles    none: a tile is one piece    as Fp8Blocks or Fp8Rows; operands are float16 if x is
     Mxfp4       256 e2m1 in 128 bytes        e8m0, one per row and 32 columns      the weights, in registers
     Mxfp8       128 e4m3                     e8m0, one per row and 32 columns      by the MMA

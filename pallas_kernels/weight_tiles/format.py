@@ -7,6 +7,7 @@ fewer bits, so each step is added to a float32 total.
 
     TMA              w_smem, x_smem -> codec: operands -> MMA: product of one step    [rows, tokens] float32
     each step        total += factor * product         (factor: block scale, or a constant)
+    each chunk       total times the scales of rows, if rows have scales
     after K          total, in registers -> out_smem (transposed) -> TMA              [tokens, rows]
 
 The order of a sum depends only on K and on the number of K chunks, not on the number of rows in the call.

@@ -105,8 +105,8 @@ def test_the_bits_are_those_of_the_three_kernels(R, options):
     [
         (17, dict(biases=True, massive=True)),  # a row in the last cluster
         pytest.param(64, dict(), marks=pytest.mark.exhaustive),
-        pytest.param(75, dict(biases=True, parts=2), marks=pytest.mark.exhaustive),  # 11 of 16 rows
-        pytest.param(3, dict(parts=1), marks=pytest.mark.slow),
+        pytest.param(75, dict(biases=True, parts=2), marks=pytest.mark.slow),  # 11 of 16 rows
+        pytest.param(3, dict(parts=1), marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_bits_of_the_logits_are_those_of_the_two_kernels(R, options):
