@@ -155,21 +155,28 @@ def test_a_head_can_be_trained_further(recipe, tmp_path):
         ("target", "--sequence 5000", "tokens; --sequence needs"),
         ("target", "--hidden-size 24 --steps 90", "another model, optimizer"),
         ("text", "--target /nowhere", "nowhere"),
-        *[
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("peagle", "--rate 2", "shares, between 0 and 1"),
-                ("peagle", "--taps 9 1 2", "not 3 ascending ids"),
-                ("peagle", "--mask-token-id 512", "mask token id 512"),
-                ("peagle", "--init {eagle3}/final", "has method eagle3, not peagle"),
-                ("peagle", "--init {peagle}/final --intermediate-size 8", "mlp.down"),
-                ("peagle", "--init {peagle}/final --hidden depth", "--hidden is for new heads"),
-                ("peagle", "--freeze-embedding", "--hidden or frozen weights"),
-                ("eagle3", "--segments 2", "--segments cuts"),
-                ("selector", "--head {eagle3}/final", "EAGLE-3 sees its earlier drafts"),
-                ("selector", "--batch 500", "is more than there are texts"),
-            )
-        ],
+        ("peagle", "--rate 2", "shares, between 0 and 1"),
+        ("peagle", "--taps 9 1 2", "not 3 ascending ids"),
+        ("peagle", "--mask-token-id 512", "mask token id 512"),
+        pytest.param(
+            "peagle",
+            "--init {eagle3}/final",
+            "has method eagle3, not peagle",
+            marks=pytest.mark.slow,
+        ),
+        ("peagle", "--init {peagle}/final --intermediate-size 8", "mlp.down"),
+        ("peagle", "--init {peagle}/final --hidden depth", "--hidden is for new heads"),
+        ("peagle", "--freeze-embedding", "--hidden or frozen weights"),
+        pytest.param("eagle3", "--segments 2", "--segments cuts", marks=pytest.mark.slow),
+        pytest.param(
+            "selector",
+            "--head {eagle3}/final",
+            "EAGLE-3 sees its earlier drafts",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "selector", "--batch 500", "is more than there are texts", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(recipe, capsys, stage, options, message):
