@@ -309,8 +309,8 @@ def product(
                 partial, factor = ring.each_step(first, steps, multiply, start)
                 partial = form.summed(partial, 1, tokens, **scratch)
                 if codec.row_scaled:  # the sum of each chunk, because a K-split scales it too
-                    at = scale_gmem.at[:, 0], one.first_row
-                    partial = form.times_scales(partial, *at, tokens, launch.interpret)
+                    scales = scale_gmem.at[:, 0], one.first_row
+                    partial = form.times_scales(partial, *scales, tokens, launch.interpret)
                 return [total + part for total, part in zip(totals, partial, strict=True)], factor
 
             carry = form.zeros(1, tokens, groups), factor

@@ -56,12 +56,6 @@ def fits(R: int, E: int, D: int, dtype: jnp.dtype, device: Device) -> bool:
     return R <= MOST_ROWS and takes(E, D, dtype, device)
 
 
-def check_dtypes(out_dtypes: tuple[jnp.dtype, ...]) -> None:
-    """Raises ValueError if the first of the norm's dtypes is not the router's."""
-    if out_dtypes[0] != jnp.bfloat16:
-        raise ValueError(f"the router reads bfloat16 rows: {out_dtypes[0]=}")
-
-
 def tokens_of(R: int) -> int:
     """Rows of a cluster. Each cluster reads the whole weight, so that many rows have fewer clusters."""
     return 8 if R <= 64 else 16
@@ -91,7 +85,6 @@ def norm_and_product(
     (R, D), E = h.shape, weight.shape[0]
     if not fits(R, E, D, h.dtype, launch.device):
         raise ValueError(f"{h.shape=} {h.dtype=} {weight.shape=} exceed the limits of this kernel")
-    check_dtypes(out_dtypes)
     sizes = Sizes(R, D, tokens_of(R))
     clusters = Clusters(sizes, h, parts, bias, scale, weight, eps, out_dtypes, None, launch)
 
@@ -181,7 +174,13 @@ class Clusters:
         logits_shape: tuple[int, int] | None,
         launch: Launch,
     ):
-        """The arguments of `norm_and_product`; `logits_shape` as in `mosaic_norm_send.memory`."""
+        """The arguments of `norm_and_product`; `logits_shape` as in `mosaic_norm_send.memory`.
+
+        Raises:
+          ValueError: the first of `out_dtypes` is not bfloat16.
+        """
+        if out_dtypes[0] != jnp.bfloat16:
+            raise ValueError(f"the router reads bfloat16 rows: {out_dtypes[0]=}")
         self.sizes, self.launch, self.dtype = sizes, launch, h.dtype
         self.row_norm = RowNorm(sizes.D, h.dtype, eps, None)
         self.form = Format.of(weight, None, launch.device)

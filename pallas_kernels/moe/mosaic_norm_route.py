@@ -19,7 +19,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.moe import mosaic_plan, mosaic_route
 from pallas_kernels.moe.mosaic_layout import Plan, Scratch, scratch_types
-from pallas_kernels.moe.mosaic_norm_product import Clusters, check_dtypes, takes
+from pallas_kernels.moe.mosaic_norm_product import Clusters, takes
 from pallas_kernels.moe.mosaic_norm_send import BLOCKS, Sizes
 from pallas_kernels.moe.mosaic_plan import Results, plan_rows, prepare
 
@@ -79,7 +79,6 @@ def norm_and_route(
     (R, D), E = h.shape, weight.shape[0]
     if not fits(R, E, D, h.dtype, top_k, launch.device):
         raise ValueError(f"{h.shape=} {h.dtype=} {weight.shape=} exceed the limits of this kernel")
-    check_dtypes(out_dtypes)
     sizes = Sizes(R, D, 8 if R <= 8 else 16)
     plan = Plan(R, E, top_k, normalize, tokens, shared, launch.interpret is not None)
     norm = h, parts, bias, scale, weight, eps, out_dtypes

@@ -1,6 +1,6 @@
 """A mixture of experts with the residual sum and the norm before it, and its router."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,16 +89,17 @@ def normed_mixture(
     fused = None
     if launch is not None and launch.device.platform == "cuda":
         fused = _fused(h, router, experts, launch)
-    if fused == "plan":
+    if fused is not None:
         check(h, parts, norm.scale, bias=bias)
-        return _planned(h, parts, bias, norm, router, experts, launch)
+        given = h.reshape(R, D), parts.reshape(-1, R, D), bias, norm.scale, router.weight
+        made = dict(eps=norm.eps, launch=launch, out_dtypes=dtypes)
+    if fused == "plan":
+        added, mixed = _planned(given, made, router, experts)
+        return added.reshape(h.shape), mixed
     to_experts = dict(router_bias=router.bias, form=form, first=first)
     if fused == "product":
         from pallas_kernels.moe import mosaic_norm_product
 
-        check(h, parts, norm.scale, bias=bias)
-        given = h.reshape(R, D), parts.reshape(-1, R, D), bias, norm.scale, router.weight
-        made = dict(eps=norm.eps, launch=launch, out_dtypes=dtypes)
         added, *rows, logits = mosaic_norm_product.norm_and_product(*given, **made)
         added = added.reshape(h.shape)
     else:
@@ -129,33 +130,27 @@ def _fused(
 
 
 def _planned(
-    h: jax.Array,
-    parts: jax.Array,
-    bias: jax.Array | None,
-    norm: Norm,
-    router: Router,
-    experts: Experts,
-    launch: Launch,
+    given: tuple, made: dict[str, Any], router: Router, experts: Experts
 ) -> tuple[jax.Array, Mixture]:
-    """`normed_mixture` with one kernel before the experts."""
+    """(the stream [R, D] after the sum; the mixture) with one kernel before the experts.
+
+    `given` and `made` are the arguments of `mosaic_norm_product.norm_and_product`.
+    """
     from pallas_kernels.moe import mosaic_norm_route
 
-    D = h.shape[-1]
     gate_up, down, form, _ = experts
-    R = h.size // D
-    sizes = R, len(router.weight), router.top_k
+    launch = made["launch"]
+    sizes = len(given[0]), len(router.weight), router.top_k
     config = config_for(*sizes, (gate_up, down), form.activations, launch)
     cut = dict(tokens=config.tokens, shared=config.shared)
     items = most_items(*sizes, **cut)
-    given = h.reshape(R, D), parts.reshape(-1, R, D), bias, norm.scale
+    choice = dict(top_k=router.top_k, normalize=router.normalize, items=items)
     added, *rows, weights, slots, of_items, num_items = mosaic_norm_route.norm_and_route(
-        *given, router.weight, router.bias, eps=norm.eps, top_k=router.top_k,
-        normalize=router.normalize, items=items, launch=launch,
-        out_dtypes=row_dtypes(h.dtype, gate_up), **cut,
-    )  # fmt: skip
+        *given, router.bias, **made, **choice, **cut
+    )
     work = Worklist(of_items, num_items, slots, items)
     to = gate_up, down, form.limit, config, launch, form.activations
-    return added.reshape(h.shape), Mixture(run_experts(rows[-1], work, *to), weights, slots)
+    return added, Mixture(run_experts(rows[-1], work, *to), weights, slots)
 
 
 def row_dtypes(dtype: jnp.dtype, gate_up: ExpertWeights) -> tuple[jnp.dtype, ...]:
