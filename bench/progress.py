@@ -4,6 +4,7 @@ import sys
 
 from tqdm import tqdm
 
+from peagle_jax import runs
 from peagle_jax.engine.engine import Engine
 
 _SECONDS = 5.0
@@ -21,5 +22,6 @@ def warm_up(engine: Engine, title: str) -> None:
     total, only_greedy = engine.num_programs, getattr(engine.config, "only_greedy", False)
     if only_greedy:
         total -= len(engine.programs.round_keys) - len(engine.programs.greedy_keys)
+    runs.compile_missing(engine, only_greedy=only_greedy)
     with progress_bar(desc=f"{title}: compiling", total=total, unit="program", leave=False) as bar:
         engine.warm_up(bar.update, only_greedy=only_greedy)

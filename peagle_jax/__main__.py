@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from peagle_jax.config import ConfigError, EngineConfig
@@ -258,7 +259,9 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     sizes = engine.config.batch_buckets
     later = len(engine.programs.round_keys) + len(engine.programs.small_prefills)
     total = engine.num_programs - later + len(sizes)
-    with tqdm(total=total, desc="compiling", leave=False, disable=None) as bar:
+    with tqdm(desc="compiling", unit="program", leave=False, disable=None) as bar:
+        runs.compile_missing(engine, sizes=sizes, report=partial(_show, bar))
+    with tqdm(total=total, desc="programs", leave=False, disable=None) as bar:
         engine.warm_up(bar.update, sizes=sizes)
     logging.getLogger(__name__).info(
         "weights in %.2f s, programs in %.2f s", loaded - start, time.perf_counter() - loaded
@@ -281,6 +284,12 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
             print(_legend(), file=sys.stderr)
     failed = _report_failures(prompts, result)
     return INCOMPLETE if left_out or failed else 0
+
+
+def _show(bar, progress) -> None:
+    """Shows the progress of `compile_missing`."""
+    bar.total, bar.n = progress.total, progress.done
+    bar.refresh()
 
 
 def _report_failures(prompts: list[Prompt], result) -> int:

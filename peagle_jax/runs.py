@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jax
-
 from pallas_kernels import dispatch
 from peagle_jax.checkpoint import Quantization, load_head
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.draft_head import DraftHead
-from peagle_jax.engine import stored_programs
+from peagle_jax.engine import compilation, stored_programs
 from peagle_jax.engine.completion import Completion
 from peagle_jax.engine.engine import Engine
 from peagle_jax.engine.request import Request
@@ -82,9 +80,7 @@ def keep_compiled_programs(cache_home: str | None) -> None:
     """
     folder = Path(cache_home or "~/.cache").expanduser() / "peagle-jax"
     stored_programs.keep_in(folder / stored_programs.FOLDER)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    stored_programs.use_library_cache(folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +205,26 @@ def run(
     )
 
 
+def compiles_in_children() -> bool:
+    """Whether programs compile in child processes: on GPUs. A CPU compiles small programs on the cores that also serve."""
+    return dispatch.platform() == "cuda"
+
+
+def compile_missing(
+    engine: Engine,
+    *,
+    sizes: Sequence[int] | None = None,
+    only_greedy: bool = False,
+    report: Callable[[compilation.Progress], None] = lambda progress: None,
+) -> None:
+    """`Engine.compile_missing` where programs compile in child processes; elsewhere `Engine.warm_up` compiles them."""
+    if compiles_in_children():
+        engine.compile_missing(sizes=sizes, only_greedy=only_greedy, report=report)
+
+
 def warm_up(engine: Engine, *, sizes: Sequence[int] | None = None) -> None:
     """Compiles (see `Engine.warm_up`), then decodes a few tokens, because first calls allocate memory."""
+    compile_missing(engine, sizes=sizes)
     engine.warm_up(sizes=sizes)
     first_rounds(engine)
 
@@ -224,14 +238,18 @@ def first_rounds(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def compiling(engine: Engine) -> Iterator[None]:
-    """Within the block a thread compiles the programs that the engine lacks, one at a time.
+    """Within the block a thread gets the programs that the engine lacks: on a GPU from child processes.
 
-    The end of the block waits for the one that compiles.
+    The end of the block waits for the one that it compiles or loads.
     """
     ends = threading.Event()
 
     def compile_all() -> None:
         try:
+            if compiles_in_children():
+                engine.compile_missing(
+                    has_low_priority=True, must_end=ends.is_set, on_done=engine.load
+                )
             while not ends.is_set() and engine.compile_next():
                 pass
         except Exception:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 
-from peagle_jax import Engine, runs
+from peagle_jax import ConfigError, Engine, runs
+from peagle_jax.engine import stored_programs
 from peagle_jax.engine.memory import pages_in
 from peagle_jax.loading import load_weights
 from serving.access import RESERVE, Access
@@ -29,6 +30,7 @@ from serving.settings import Settings, engine_config, served_name
 from serving.signals import Signals
 from serving.stream import Stream
 from serving.tracing import Tracer
+from serving.worker import ProgressLog
 
 _log = logging.getLogger(__name__)
 _GRACE = 5.0  # seconds for the last messages of calls that have ended
@@ -57,6 +59,8 @@ def serve(
         runs.keep_compiled_programs(cache_home)
     if settings.host_index:
         follow(settings, make_engine)
+    if settings.compile_only:
+        return _compile_only(settings, say)
     if settings.num_hosts == 1:
         return _serve_requests(settings, access, None, say)
     leader = lead(settings, say)
@@ -80,6 +84,23 @@ def _serve_requests(
     finally:
         if tracer is not None:
             tracer.close()
+
+
+def _compile_only(settings: Settings, say: Callable[[str], None]) -> int:
+    """Puts the programs of the settings, and the times of rounds, on disk; returns the exit code."""
+    engine = make_engine(settings)
+    engine.compile_missing(report=ProgressLog())
+    missing = engine.missing_on_disk()
+    if missing is None:
+        raise ConfigError("programs are not kept on disk here: the log says why")
+    engine.warm_up()
+    say(f"{engine.programs.num_compiled} programs are in {stored_programs.kept_in()}")
+    return 0
+
+
+def waits_for_all(settings: Settings) -> bool:
+    """Whether the server serves once all programs are loaded, see `Settings.ready`."""
+    return settings.ready == "all" or (settings.ready is None and runs.compiles_in_children())
 
 
 def _end_hosts(leader: Leader, code: int) -> None:
@@ -158,6 +179,7 @@ async def _serve(
         engine,
         name=served_name(settings),
         limits=_limits(settings),
+        waits_for_all=waits_for_all(settings),
         reply_format=settings.reply_format,
         report=report,
         report_refusal=log_refusal,

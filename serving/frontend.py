@@ -59,6 +59,7 @@ class Frontend:
       engine: not yet warm, with or without a tokenizer.
       name: what clients call the model.
       limits: see `Limits`.
+      waits_for_all: see `EngineWorker`.
       reply_format: see `Replies`.
       report: called with each stream after its end (logs, traces).
       report_refusal: called with protocol, method and error of each request that is refused.
@@ -71,6 +72,7 @@ class Frontend:
         *,
         name: str,
         limits: Limits | None = None,
+        waits_for_all: bool = False,
         reply_format: str = "auto",
         report: Callable[[Stream], None] = lambda stream: None,
         report_refusal: Callable[[str, str, ServiceError], None] = lambda *refusal: None,
@@ -93,7 +95,9 @@ class Frontend:
         self.started = time.time()
         self._report, self._report_refusal = report, report_refusal
         callbacks = dict(deliver=self._deliver, on_ready=self._serve, on_death=self._die)
-        self._worker = EngineWorker(engine, **callbacks, before_death=before_death)
+        self._worker = EngineWorker(
+            engine, waits_for_all=waits_for_all, **callbacks, before_death=before_death
+        )
         self.metrics = Metrics(
             name,
             config=self.config,
@@ -128,7 +132,7 @@ class Frontend:
         return self.admission.num_open
 
     def start(self) -> None:
-        """Starts the engine; `state` becomes SERVING when the largest batch is compiled."""
+        """Starts the engine; `state` becomes SERVING when requests can run, see `EngineWorker`."""
         self._worker.start()
 
     async def change(self, known: State) -> State:

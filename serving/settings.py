@@ -256,6 +256,14 @@ class Settings(BaseSettings):
         "info", "lowest severity of log lines"
     )
     no_cache: bool = _option(False, "keep no compiled programs on disk")
+    ready: Literal["all", "first", None] = _option(
+        None,
+        "all: serve once all programs are loaded, so that none compiles beside requests; first: serve with the "
+        "program of the largest batch, while the others compile (default: all on GPUs, else first)",
+    )
+    compile_only: bool = _option(
+        False, "put all compiled programs on disk and end, for images and init containers"
+    )
 
     def __init__(self, **values):
         try:
@@ -278,6 +286,8 @@ class Settings(BaseSettings):
             raise ValueError("tls_cert and tls_key belong together: give both or neither")
         if self.tls_client_ca and not self.tls_cert:
             raise ValueError("tls_client_ca checks clients of TLS: give tls_cert and tls_key too")
+        if self.compile_only and self.no_cache:
+            raise ValueError("compile_only puts programs on disk, and no_cache forbids that")
         if self.drafter and self.method == "none":
             raise ValueError("method none takes no drafter: leave one of the two out")
         return self

@@ -18,13 +18,17 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peagle_jax import ConfigError, Engine, SamplingParams, runs
+from peagle_jax.engine.compilation import Progress
+from peagle_jax.engine.device_calls import Key
 from peagle_jax.engine.grammar import Matcher
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.request import PromptLogprob, Request, Round, TokenLogprob
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.engine.stats import Acceptance, NgramCounts, SurvivalCounts
+from serving.heap import settle_heap
 
 _log = logging.getLogger(__name__)
+_LOG_SECONDS = 5.0
 _PATIENCE = 0.25
 """Longest wait for new requests, as a share of a round; the rest of the round is for planning the next."""
 
@@ -144,13 +148,28 @@ class _TimeIdle:
     """Another round is compiled: its time may be missing."""
 
 
+class ProgressLog:
+    """Logs how far compilation is, at the start, at the end, and at most once in `_LOG_SECONDS`."""
+
+    def __init__(self):
+        self._next = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        is_end = progress.done == progress.total
+        if is_end or progress.seconds >= self._next:
+            _log.info("%s", progress)
+            self._next = progress.seconds + _LOG_SECONDS
+
+
 class EngineWorker:
     """Runs an engine in a daemon thread.
 
     Args:
       engine: not yet warm; the worker owns it from `start` on.
+      waits_for_all: whether requests are served once all programs are loaded; else once the largest batch is
+        compiled, and the others compile beside requests.
       deliver: called in the event loop with the events of a round, in order.
-      on_ready: called in the event loop when requests can be served; smaller batches may still compile.
+      on_ready: called in the event loop when requests can be served.
       on_death: called in the event loop with the exception that killed the engine; no events follow.
       before_death: called in the engine's thread before that exception is logged.
     """
@@ -159,13 +178,14 @@ class EngineWorker:
         self,
         engine: Engine,
         *,
+        waits_for_all: bool = False,
         deliver: Callable[[Sequence[Event]], None],
         on_ready: Callable[[], None],
         on_death: Callable[[BaseException], None],
         before_death: Callable[[], None] = lambda: None,
     ):
         self._before_death = before_death
-        self._engine = engine
+        self._engine, self._waits_for_all = engine, waits_for_all
         self._deliver, self._on_ready, self._on_death = deliver, on_ready, on_death
         self._mail: queue.SimpleQueue = queue.SimpleQueue()
         self._running: dict[Hashable, Request] = {}
@@ -230,11 +250,17 @@ class EngineWorker:
 
     def _run(self) -> None:
         try:
-            # The largest batch serves any number of requests, so clients do not wait for the others.
-            self._engine.warm_up(sizes=self._engine.config.batch_buckets[-1:])
+            if self._waits_for_all:
+                self._warm_up_all()
+                if self._is_stopping:
+                    return
+            else:
+                # The largest batch serves any number of requests, so clients do not wait for the others.
+                self._engine.warm_up(sizes=self._engine.config.batch_buckets[-1:])
             self.busy_since = time.monotonic()
             runs.first_rounds(self._engine)
             self.busy_since = None
+            settle_heap()
             self._before = self._engine.scheduler.acceptance
             prefixes = self._engine.scheduler.prefixes
             self._prefix_before = prefixes.num_queried, prefixes.num_found
@@ -248,13 +274,38 @@ class EngineWorker:
             self.busy_since = None
             self._post(self._on_death, error)
 
+    def _warm_up_all(self) -> None:
+        """Loads all programs; those that are not on disk are compiled there first."""
+        engine, log = self._engine, ProgressLog()
+        engine.compile_missing(report=log, must_end=lambda: self._is_stopping)
+        if self._is_stopping:
+            return
+        begin = time.monotonic()
+        engine.warm_up()
+        engine.run_once()
+        seconds = time.monotonic() - begin
+        _log.info("loaded %d programs in %.1f s", engine.programs.num_compiled, seconds)
+
     def _compile(self) -> None:
-        """Compiles the other programs, one at a time, while the engine runs."""
+        """Compiles and loads the other programs while the engine runs."""
+        load = self._engine.compile_next
         try:
-            while not self._is_stopping and self._engine.compile_next():
+            if self._engine.programs.missing:
+                self._engine.compile_missing(
+                    has_low_priority=True,
+                    must_end=lambda: self._is_stopping,
+                    report=ProgressLog(),
+                    on_done=self._load,
+                )
+            while not self._is_stopping and load():
                 self._mail.put(_TimeIdle())
         except Exception:
             _log.exception("a program cannot be compiled; rounds use those that are compiled")
+
+    def _load(self, key: Key) -> None:
+        """Loads a program that has just come onto disk."""
+        self._engine.load(key)
+        self._mail.put(_TimeIdle())
 
     def _step(self) -> bool:
         """Reads the mail, then runs a round if there is work. Returns False after `stop`."""

@@ -36,6 +36,14 @@ class GreedyRound(NamedTuple):
 Key = RoundShape | GreedyRound | str
 
 
+def spelled(key: Key) -> str:
+    """A program's name for people."""
+    if isinstance(key, str):
+        return f"the program of {key}"
+    kind, shape = ("greedy ", key.shape) if isinstance(key, GreedyRound) else ("", key)
+    return f"the program of {kind}rounds of {shape.size} requests with {shape.num_draft} drafts"
+
+
 class Run(NamedTuple):
     """A prefill call or a round."""
 

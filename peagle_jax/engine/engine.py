@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pickle import PicklingError
 
 import jax
 
@@ -19,14 +20,16 @@ from peagle_jax.drafter import Drafter, make_drafter
 from peagle_jax.engine.adaptive import LoadPolicy
 from peagle_jax.engine.calls import RoundShape
 from peagle_jax.engine.commits import Update
+from peagle_jax.engine.compilation import CompileError, Progress, compile_missing
 from peagle_jax.engine.completion import Completion, completion_of
+from peagle_jax.engine.device_calls import Key, spelled
 from peagle_jax.engine.dispatch import InFlight, dispatch
 from peagle_jax.engine.follower import Follower
 from peagle_jax.engine.grammar import Grammars, Matcher
 from peagle_jax.engine.memory import fit_pages, fit_rings, has_long_prefills, saved_bytes
 from peagle_jax.engine.outputs import Listener, OnUpdate, commit
 from peagle_jax.engine.pages import Salt
-from peagle_jax.engine.programs import Key, Programs
+from peagle_jax.engine.programs import Programs
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.round_shapes import rounds_per_call
 from peagle_jax.engine.round_timer import RoundTimer
@@ -160,15 +163,63 @@ class Engine:
         padded to the next larger compiled bucket. `compile_next` compiles the others. With `only_greedy`, rounds of other
         requests are left out: they compile when they come.
         """
-        if sizes is None:
-            programs = self.programs
-            keys = programs.greedy_keys if only_greedy else programs.round_keys
-            self._compile((*keys, *programs.small_prefills), on_compiled)
-            while self.time_idle_round():
-                pass
-        else:
-            first = [RoundShape(size, self.config.first_num_draft(size)) for size in sizes]
-            self._compile(first, on_compiled)
+        self._compile(self._keys(sizes, only_greedy), on_compiled)
+        while sizes is None and self.time_idle_round():
+            pass
+
+    def _keys(self, sizes: Sequence[int] | None, only_greedy: bool) -> tuple[Key, ...]:
+        """Programs that `warm_up` compiles beside those of every warm-up."""
+        if sizes is not None:
+            return tuple(RoundShape(size, self.config.first_num_draft(size)) for size in sizes)
+        programs = self.programs
+        rounds = programs.greedy_keys if only_greedy else programs.round_keys
+        return (*rounds, *programs.small_prefills)
+
+    def run_once(self) -> None:
+        """Runs each compiled program without a request. Call it before requests come: first calls take longer."""
+        self._state = self.programs.run_once(self._state)
+
+    def compile_missing(
+        self,
+        *,
+        sizes: Sequence[int] | None = None,
+        only_greedy: bool = False,
+        has_low_priority: bool = False,
+        must_end: Callable[[], bool] = lambda: False,
+        report: Callable[[Progress], None] = lambda progress: None,
+        on_done: Callable[[Key], None] = lambda key: None,
+    ) -> None:
+        """Compiles in child processes, onto disk, what `warm_up` compiles: after it a warm-up only loads.
+
+        It has no effect where programs are not kept on disk (`stored_programs.keep_in`), or have no name there.
+
+        Args:
+          sizes, only_greedy: as of `warm_up`.
+          has_low_priority, must_end, report: as of `compilation.compile_missing`.
+          on_done: called with the key of each program that is on disk now, by another thread.
+
+        Raises:
+          CompileError: the compiler refuses a program, or dies of it.
+        """
+        missing = self.missing_on_disk(sizes=sizes, only_greedy=only_greedy)
+        if not missing:
+            return
+        try:
+            failed = compile_missing(
+                [self.programs.recipe(self.target_config, self.drafter_config)],
+                [missing],
+                has_low_priority=has_low_priority,
+                must_end=must_end,
+                report=report,
+                on_done=lambda _, key: on_done(key),
+            )
+        except PicklingError as error:
+            _log.info("programs compile in this process: %s", error)
+            return
+        for (_, key), failure in failed.items():
+            if failure.is_final:
+                raise CompileError(f"{spelled(key)} cannot be compiled: {failure.reason}")
+            _log.warning("%s compiles in this process: %s", spelled(key), failure.reason)
 
     def compile_next(self) -> bool:
         """Compiles one missing program, while another thread may run the engine.
@@ -179,6 +230,16 @@ class Engine:
         missing = self.programs.missing[:1]
         self._compile(missing)
         return bool(missing)
+
+    def missing_on_disk(self, *, sizes: Sequence[int] | None = None, only_greedy: bool = False):
+        """Keys of programs that `compile_missing` would compile; None if programs are not kept on disk."""
+        programs = self.programs
+        keys = (*programs.full_prefills, *programs.copies, *self._keys(sizes, only_greedy))
+        return programs.not_on_disk(keys, self._state)
+
+    def load(self, key: Key) -> None:
+        """Compiles a program if it is missing, or reads it from disk; another thread may run the engine."""
+        self._compile(() if key in self.programs.copies else (key,))
 
     def _compile(
         self, rounds: Sequence[Key], on_compiled: Callable[[], None] = lambda: None

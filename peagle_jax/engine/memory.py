@@ -182,7 +182,7 @@ def free_bytes(num_devices: int) -> int | None:
         return least(min(_usable_bytes(device) - device["bytes_in_use"] for device in stats))
     if devices[0].platform != "cpu":
         return None
-    free = _free_host_bytes()
+    free = free_host_bytes()
     return None if free is None else least(free // len(devices))  # they share the host's memory
 
 
@@ -224,7 +224,7 @@ def _usable_bytes(stats: dict[str, int]) -> int:
     return pool
 
 
-def _free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
     """Available host memory in bytes: free memory plus reclaimable file cache (MemAvailable)."""
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():

@@ -31,6 +31,7 @@ from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import with_num_draft
 from peagle_jax.engine import layouts, ring_copies
 from peagle_jax.engine.calls import DecodeCall, RoundShape, idle_prefill, timed_plan
+from peagle_jax.engine.compilation import Recipe
 from peagle_jax.engine.compiler_options import compiler_options
 from peagle_jax.engine.controls import idle_controls
 from peagle_jax.engine.device_calls import (
@@ -64,6 +65,8 @@ from peagle_jax.rounds import speculative_rounds
 AT_ONCE = 4
 """Programs that a process compiles at the same time: in `Programs.warm_up`, and as a follower."""
 
+_FIRST_CALLS = 2
+
 
 class Programs:
     """Compiles and caches the programs. Weights are passed as flat leaves: the cheapest dispatch.
@@ -96,6 +99,8 @@ class Programs:
         devices = devices or Devices()
         target = with_activations(target, config)
         weights, structure = jax.tree.flatten((target, drafter))
+        self._shapes = jax.tree.unflatten(structure, map(spec_of, weights))
+        self._rules = dict(taps=taps, accept=accept)
         self._devices, self._weights = devices, devices.take_weights(weights)
         self.stored_times = StoredTimes(self._weights, structure, config)
         static = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
@@ -253,15 +258,19 @@ class Programs:
         """Compiles the program of `key`, and those that copy its plan and mask in."""
         if self._layouts_are_free and key not in (CONTROLS, RINGS, self.round_keys[0]):
             self._prepare(self.round_keys[0], state)  # it chooses the layouts for all
-        lower, operands, resident = self._lowering(key, state)
+        lower, operands, make_resident = self._lowering(key, state)
         self._compile(key, lower, operands)
-        if resident is not None:
+        if make_resident is not None:
+            resident = make_resident()
             resident.compile()
             # A program that two threads prepare keeps its first buffers: a plan may lie there.
             self._resident.setdefault(key, resident)
 
-    def _lowering(self, key: Key, state: step.State) -> tuple[Callable, tuple, Resident | None]:
-        """The function that lowers the program of `key`, the shapes of its operands, and the buffers of its calls.
+    def _lowering(
+        self, key: Key, state: step.State
+    ) -> tuple[Callable, tuple, Callable[[], Resident] | None]:
+        """The function that lowers the program of `key`, the shapes of its operands, and the maker of the buffers of
+        its calls.
 
         `state` may be one of shapes.
         """
@@ -272,12 +281,11 @@ class Programs:
         if key == RINGS:
             operands = ring_copies.operands(state)
             return ring_copies.program(operands[0]).lower, specs(*operands), None
-        config, is_greedy = self._config, isinstance(key, GreedyRound)
+        config, is_greedy, idle = self._config, isinstance(key, GreedyRound), self._idle_plan(key)
         if isinstance(key, str):
             scores, T = key == SCORED_PREFILL, 1
-            shape = self._prefill_shapes.get(key, full_shape(config))
+            shape = self._prefill_shape(key)
             rows, lower = shape.rows, partial(self._prefill.lower, scores=scores)
-            idle = idle_prefill(config, shape)
             output = prefill_output(config, shape, scores=scores)
             parts = (state,)
         else:
@@ -285,20 +293,30 @@ class Programs:
             rows, T, repeat = shape.size, shape.num_draft + 1, config.repeat if is_greedy else 1
             sizes = dict(num_draft=shape.num_draft, num_rows=shape.num_rows, repeat=repeat)
             lower = partial(self._round.lower, **sizes)
-            idle = DecodeCall.build([], shape, config).plan
             output = round_output(config, shape, is_greedy=is_greedy)
             parts = split(state, key, config)
         mask_shape = (rows, T, mask_words(state.controls.counts.shape[1]))
         if is_greedy:
             mask_shape = None
         output = self._devices.reported(output)
-        resident = Resident(idle, mask_shape, output, self._devices.copied)
+        buffers = idle, mask_shape, output, self._devices.copied
         written, *kept = parts
-        others = (written, resident.plan, resident.mask, resident.bits, *kept)
+        others = (written, *Resident.shapes(*buffers), *kept)
         if self._layouts_are_free:
             layouts.move(self._weights, self._round, key, specs(*others))
             self._layouts_are_free = False
-        return lower, specs(layouts.shapes(self._weights), *others), resident
+        make_resident = partial(Resident, *buffers)
+        return lower, specs(layouts.shapes(self._weights), *others), make_resident
+
+    def _prefill_shape(self, key: str) -> PrefillShape:
+        return self._prefill_shapes.get(key, full_shape(self._config))
+
+    def _idle_plan(self, key: Key) -> PrefillPlan | DecodePlan:
+        """The plan of a call without a request."""
+        if isinstance(key, str):
+            return idle_prefill(self._config, self._prefill_shape(key))
+        shape = key.shape if isinstance(key, GreedyRound) else key
+        return DecodeCall.build([], shape, self._config).plan
 
     def file_of(self, key: Key, state: step.State) -> Path | None:
         """Where the program of `key` is kept on disk; None if programs are not kept. `state` may be one of shapes."""
@@ -306,9 +324,33 @@ class Programs:
         return self._stored.path_of(repr(key), operands, compiler_options())
 
     def store(self, key: Key, state: step.State) -> None:
-        """Compiles the program of `key` onto disk only. `state` may be one of shapes, and the weights too."""
-        lower, operands, _ = self._lowering(key, state)
+        """Compiles the program of `key` onto disk only, and those of its transfers into jax's own cache. `state` may
+        be one of shapes, and the weights too."""
+        lower, operands, make_resident = self._lowering(key, state)
         self._make(key, lower, operands)
+        if make_resident is not None and jax.config.jax_compilation_cache_dir is not None:
+            make_resident().compile()
+
+    def recipe(self, target: TargetConfig, drafter: DrafterConfig | None) -> Recipe:
+        """What another process needs to compile these programs.
+
+        Args:
+          target, drafter: as of `init_state`.
+        """
+        return Recipe(
+            *self._shapes,
+            target_config=target,
+            drafter_config=drafter,
+            config=self._config,
+            **self._rules,
+        )
+
+    def not_on_disk(self, keys: Sequence[Key], state: step.State) -> tuple[Key, ...] | None:
+        """Those of `keys` that are neither compiled nor on disk; None if programs are not kept on disk."""
+        files = {key: self.file_of(key, state) for key in keys if key not in self._compiled}
+        if None in files.values():
+            return None
+        return tuple(key for key, file in files.items() if not file.exists())
 
     def _make(self, key: Key, lower: Callable, operands: tuple) -> Callable:
         results = operands[0] if key in (CONTROLS, RINGS) else (operands[1], operands[4])
@@ -338,6 +380,16 @@ class Programs:
         """Those of `round_keys` that greedy requests without logprobs and controls need."""
         others = {key.shape for key in self.round_keys if isinstance(key, GreedyRound)}
         return tuple(key for key in self.round_keys if key not in others)
+
+    @property
+    def full_prefills(self) -> tuple[Key, ...]:
+        """The largest prefill, and with `prompt_logprobs` the one that scores prompts."""
+        return PREFILL, *[SCORED_PREFILL] * self._config.prompt_logprobs
+
+    @property
+    def copies(self) -> tuple[Key, ...]:
+        """Programs that only move data: the controls of a request, and the rings of a beginning."""
+        return CONTROLS, *[RINGS] * bool(self._config.saved_rings)
 
     @property
     def missing(self) -> tuple[Key, ...]:
@@ -378,6 +430,18 @@ class Programs:
         result.fetch()
         return state, time.perf_counter() - start
 
+    def run_once(self, state: step.State) -> step.State:
+        """Runs all compiled programs over idle slots; `state` is consumed. Returns the next state.
+
+        First calls load kernels, and on a GPU the second one makes the CUDA graph: a request would wait for them.
+        """
+        for key in tuple(self._resident):
+            plan = self._idle_plan(key)
+            for _ in range(_FIRST_CALLS):
+                state, result = self._dispatch(key, state, plan, None)
+                result.fetch()
+        return state
+
     def warm_up(
         self, state: step.State, on_compiled: Callable[[], None], rounds: Sequence[Key]
     ) -> None:
@@ -385,10 +449,8 @@ class Programs:
 
         `on_compiled` is called after each program.
         """
-        prefills = (PREFILL, *[SCORED_PREFILL] * self._config.prompt_logprobs)
-        missing = [key for key in (*prefills, *rounds) if key not in self._resident]
-        others = [CONTROLS, *[RINGS] * bool(self._config.saved_rings)]
-        missing += [key for key in others if key not in self._compiled]
+        missing = [key for key in (*self.full_prefills, *rounds) if key not in self._resident]
+        missing += [key for key in self.copies if key not in self._compiled]
         if self._layouts_are_free:
             self._prepare(self.round_keys[0], state)
         if missing:

@@ -88,6 +88,18 @@ def keep_in(folder: Path | None) -> None:
     _folder = folder
 
 
+def kept_in() -> Path | None:
+    """The folder of `keep_in`."""
+    return _folder
+
+
+def use_library_cache(folder: Path) -> None:
+    """Keeps what jax itself compiles in this folder: small programs, which no engine asks for by name."""
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 class StoredPrograms:
     """The programs of one engine on disk; without a folder every program is compiled.
 
@@ -185,7 +197,7 @@ class StoredPrograms:
                 content, *trees, execution_devices=self._devices
             )
         except Exception as error:  # whatever the runtime refuses compiles anew
-            _log.warning("%s cannot be loaded and is compiled anew: %s", path, _line(error))
+            _log.warning("%s cannot be loaded and is compiled anew: %s", path, line(error))
             return None
         with contextlib.suppress(OSError):
             os.utime(path)  # marks the file as used
@@ -227,9 +239,13 @@ def _variables() -> list[str]:
 
 
 def _settings() -> list[str]:
-    """jax's settings; one that is set within a `with` alone does not count."""
+    return sorted(f"{name}={value}" for name, value in settings())
+
+
+def settings() -> list[tuple[str, Any]]:
+    """jax's settings, which programs depend on; one that is set within a `with` alone does not count."""
     values = jax.config.values.items()
-    return sorted(f"{name}={value}" for name, value in values if not name.startswith(_NO_SETTINGS))
+    return [(name, value) for name, value in values if not name.startswith(_NO_SETTINGS)]
 
 
 def _own_folder(folder: Path) -> Path | None:
@@ -284,7 +300,7 @@ def _save(path: Path, program, trees: tuple) -> None:
     try:
         content, *own = serialize_executable.serialize(program)
     except Exception as error:  # of what the runtime cannot serialise nothing is kept
-        _log.warning("a program cannot be kept on disk: %s", _line(error))
+        _log.warning("a program cannot be kept on disk: %s", line(error))
         return
     if tuple(own) != trees:
         _log.warning("a program cannot be kept on disk: its trees are not those of its operands")
@@ -361,5 +377,6 @@ def _autotuning() -> dict[str, str]:
     return {name: str(Path(folder) / name)}
 
 
-def _line(error: Exception) -> str:
+def line(error: Exception) -> str:
+    """The kind of an error and the beginning of its message, as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -63,10 +63,23 @@ class Resident:
         # The output's bits, as `pack_on_device` packs them.
         self.bits = place(jnp.zeros(self.layout.size, jnp.int32))
         # Copies, because the plan is donated.
-        self.plan = place(jax.tree.map(jnp.array, self._narrow(idle)))
+        self.plan = place(jax.tree.map(jnp.array, _narrow(idle, self._takes_mask)))
         self.mask = place(jnp.zeros(mask_shape, jnp.int32)) if self._takes_mask else None
-        self._last, self._uploaded = idle, pack(self._narrow(idle))
+        self._last, self._uploaded = idle, pack(_narrow(idle, self._takes_mask))
         self._sent: PrefillPlan | DecodePlan | None = None
+
+    @staticmethod
+    def shapes(
+        idle: PrefillPlan | DecodePlan,
+        mask_shape: tuple[int, ...] | None,
+        output: StepOutput,
+        place: Callable = lambda tree: tree,
+    ) -> tuple:
+        """Shapes of plan, mask (None without one) and output of these arguments, as operands of the program."""
+        spec = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
+        plan = jax.tree.map(spec, _narrow(idle, mask_shape is not None))
+        mask = None if mask_shape is None else jax.ShapeDtypeStruct(mask_shape, jnp.int32)
+        return place((plan, mask, jax.ShapeDtypeStruct((Layout(output).size,), jnp.int32)))
 
     def compile(self) -> None:
         """Compiles the programs of the transfers: `jax.jit` does so on their first call."""
@@ -82,7 +95,7 @@ class Resident:
         the mask of a constrained row."""
         bits = None
         if plan is not self._last:
-            bits = pack(self._narrow(plan))
+            bits = pack(_narrow(plan, self._takes_mask))
             if self._uploaded is not None and np.array_equal(bits, self._uploaded):
                 bits, self._last = None, plan
             else:  # until `upload` ends, what lies on the device is unknown
@@ -96,12 +109,6 @@ class Resident:
             self._last, self._uploaded = self._sent, plan
         if mask is not None:
             self.mask = _unpack_into(self.mask, mask)
-
-    def _narrow(self, plan: PrefillPlan | DecodePlan) -> PrefillPlan | DecodePlan:
-        """The plan without what only constrained and timed rows need, if the program takes none."""
-        if self._takes_mask:
-            return plan
-        return plan._replace(constrained=None, forced=None, newest=None)
 
 
 class Result:
@@ -119,6 +126,11 @@ class Result:
     def fetch(self) -> StepOutput:
         """The output as numpy arrays. Blocks until the call has ended."""
         return self._layout.split(np.asarray(self._bits))
+
+
+def _narrow(plan: PrefillPlan | DecodePlan, takes_mask: bool) -> PrefillPlan | DecodePlan:
+    """The plan without what only constrained and timed rows need, if the program takes no mask."""
+    return plan if takes_mask else plan._replace(constrained=None, forced=None, newest=None)
 
 
 def pack(plan) -> np.ndarray:

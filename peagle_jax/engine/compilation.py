@@ -1,0 +1,342 @@
+"""Compiles the programs of engines in child processes, onto disk; the process that runs an engine loads them.
+
+Tracing, lowering and serialising hold Python's lock, some calls for seconds, so threads neither compile side by side
+nor leave the process that serves alone. A child (`compiler_process`) gets the shapes of the weights, never the
+weights: it needs the memory of a device's context and of one program.
+
+    compile_missing(recipes)        child 1: key, key, ..      each child one program at a time
+      queue of (recipe, key) ---->  child 2: key, ..           onto disk (`stored_programs`)
+"""
+
+import collections
+import contextlib
+import io
+import logging
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels import dispatch
+from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
+from peagle_jax.engine import stored_programs
+from peagle_jax.engine.device_calls import Key, spelled
+from peagle_jax.engine.memory import free_host_bytes
+from peagle_jax.step import AcceptRule
+
+_log = logging.getLogger(__name__)
+
+CHILD_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+_HOST_BYTES = 3 * 2**30
+"""Memory of the host that a child takes while it compiles a large program, at most."""
+
+_DEVICE_BYTES = 3 * 2**29
+"""Memory of a device that a child takes: its context, and what XLA's autotuner allocates."""
+
+_ATTEMPTS = 2
+"""How often a program is tried whose child dies."""
+
+_LOW_PRIORITY = 10  # as of `nice`
+_POLL_SECONDS = 0.2
+
+
+class CompileError(Exception):
+    """A program cannot be compiled; the message names it and has the compiler's first line."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides the programs of an engine; in place of weights there are shapes. It can be pickled.
+
+    Args:
+      target, drafter: models with `jax.ShapeDtypeStruct` in place of arrays.
+      config: with all sizes chosen, as `Engine.config` has it.
+    """
+
+    target: Any
+    drafter: Any
+    target_config: TargetConfig
+    drafter_config: DrafterConfig | None
+    config: EngineConfig
+    taps: tuple[int, ...]
+    accept: AcceptRule
+
+
+class Setup(NamedTuple):
+    """The first message to a child."""
+
+    recipes: bytes
+    folders: tuple[str | None, str | None]
+    """Of whole programs, and of jax's own cache."""
+    settings: dict[str, Any]
+    """jax's settings, which are part of the key of a program."""
+
+
+class Failure(NamedTuple):
+    """Why a program is not on disk."""
+
+    reason: str
+    is_final: bool = True
+    """Whether another process would not do better: the compiler refuses the program, or died of it twice."""
+
+
+class Progress(NamedTuple):
+    """How far the programs of a call of `compile_missing` are."""
+
+    done: int
+    total: int
+    seconds: float
+
+    def __str__(self) -> str:
+        line = f"compiled {self.done} of {self.total} programs, {self.seconds:.0f} s"
+        if not 0 < self.done < self.total:
+            return line
+        left = self.seconds * (self.total - self.done) / self.done
+        return f"{line}, about {left:.0f} s left"
+
+
+class _Job(NamedTuple):
+    recipe: int
+    key: Key
+
+
+def compile_missing(
+    recipes: Sequence[Recipe],
+    missing: Sequence[Sequence[Key]],
+    *,
+    jobs: int | None = None,
+    has_low_priority: bool = False,
+    must_end: Callable[[], bool] = lambda: False,
+    report: Callable[[Progress], None] = lambda progress: None,
+    on_done: Callable[[int, Key], None] = lambda recipe, key: None,
+) -> dict[tuple[int, Key], Failure]:
+    """Compiles programs onto disk, in child processes.
+
+    Args:
+      missing: for each recipe the keys of the programs to compile.
+      jobs: most processes; None: `default_jobs`.
+      has_low_priority: whether the children leave the processor to others.
+      must_end: asked several times a second; True leaves out what is not compiled yet.
+      report: called from one thread at a time, at the start and after each program.
+      on_done: called likewise with the recipe's number and the key of each program that is on disk.
+
+    Returns:
+      Programs that did not get onto disk.
+    """
+    todo = collections.deque(
+        _Job(number, key) for number, keys in enumerate(missing) for key in keys
+    )
+    count = min(len(todo), jobs or default_jobs(has_low_priority=has_low_priority))
+    if not count:
+        return {}
+    setup = pickle.dumps(_setup(recipes), protocol=pickle.HIGHEST_PROTOCOL)
+    run = _Run(setup, todo, has_low_priority, must_end, report, on_done)
+    threads = [
+        threading.Thread(target=run.work, name=f"compiler {number}", daemon=True)
+        for number in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return run.failed
+
+
+def default_jobs(*, has_low_priority: bool = False) -> int:
+    """Processes that compile side by side: one for each core, with low priority for every other, as far as memory
+    allows."""
+    jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if has_low_priority:
+        jobs //= 2
+    rooms = [(free_host_bytes(), _HOST_BYTES)]
+    if dispatch.platform() == "cuda":
+        rooms.append((_free_device_bytes(), _DEVICE_BYTES))
+    for free, each in rooms:
+        if free is not None:
+            jobs = min(jobs, free // each)
+    return max(1, jobs)
+
+
+class _Run:
+    """One call of `compile_missing`: the queue, and what the threads of the children share."""
+
+    def __init__(self, setup, todo, has_low_priority, must_end, report, on_done):
+        self._setup, self._todo, self._has_low_priority = setup, todo, has_low_priority
+        self._must_end, self._report, self._on_done = must_end, report, on_done
+        self._total, self._start = len(todo), time.monotonic()
+        self._lock = threading.Lock()
+        self._attempts: collections.Counter[_Job] = collections.Counter()
+        self._done = 0
+        self.failed: dict[tuple[int, Key], Failure] = {}
+        report(self._progress())
+
+    def work(self) -> None:
+        """Starts a child and gives it programs until none is left; a child that died is replaced."""
+        child = None
+        try:
+            while (job := self._next()) is not None:
+                child = child or _Child(self._setup, self._has_low_priority)
+                try:
+                    failure = child.compile(job, self._must_end)
+                except _MustEnd:
+                    return
+                except _Died as died:
+                    child = None
+                    self._attempts[job] += 1
+                    if self._attempts[job] < _ATTEMPTS:
+                        _log.warning("%s; %s is tried once more", died, spelled(job.key))
+                        with self._lock:
+                            self._todo.appendleft(job)
+                        continue
+                    failure = Failure(f"{died}, twice")
+                self._ended(job, failure)
+        finally:
+            if child is not None:
+                child.close()
+
+    def _next(self) -> _Job | None:
+        with self._lock:
+            return self._todo.popleft() if self._todo and not self._must_end() else None
+
+    def _ended(self, job: _Job, failure: Failure | None) -> None:
+        with self._lock:
+            self._done += 1
+            if failure is None:
+                self._on_done(*job)
+            else:
+                self.failed[job] = failure
+            self._report(self._progress())
+
+    def _progress(self) -> Progress:
+        return Progress(self._done, self._total, time.monotonic() - self._start)
+
+
+class _MustEnd(Exception):
+    """The call of `compile_missing` must end."""
+
+
+class _Died(Exception):
+    """A child has ended; the message says how."""
+
+
+class _Child:
+    """A process that compiles programs, one at a time."""
+
+    def __init__(self, setup: bytes, has_low_priority: bool):
+        self._connection, end = Pipe()
+        command = [sys.executable, "-m", "peagle_jax.engine.compiler_process", str(end.fileno())]
+        # The path of imports is the parent's, wherever the parent was started.
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        with end:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__,
+                pass_fds=[end.fileno()],
+                # A terminal's interrupt is for the parent, whose end ends the child.
+                start_new_session=True,
+                env=os.environ | CHILD_ENVIRONMENT | {"PYTHONPATH": paths},
+            )
+        if has_low_priority:
+            with contextlib.suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, _LOW_PRIORITY)
+        with contextlib.suppress(OSError):  # `compile` finds out
+            self._connection.send_bytes(setup)
+
+    def compile(self, job: _Job, must_end: Callable[[], bool]) -> Failure | None:
+        """Compiles a program onto disk. Returns why it is not there.
+
+        Raises:
+          _Died: the process ended meanwhile.
+          _MustEnd: `must_end` said so meanwhile; the process is killed.
+        """
+        try:
+            self._connection.send_bytes(pickle.dumps(job))
+            while not self._connection.poll(_POLL_SECONDS):
+                if must_end():
+                    self._process.kill()
+                    raise _MustEnd
+            return pickle.loads(self._connection.recv_bytes())
+        except (OSError, EOFError):
+            self._connection.close()
+            code = self._process.wait()
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise _Died(f"a compiling process ended with {how}") from None
+
+    def close(self) -> None:
+        """Ends the process; it waits for nothing, since all its programs are done."""
+        self._connection.close()
+        self._process.wait()
+
+
+def _setup(recipes: Sequence[Recipe]) -> Setup:
+    folder = stored_programs.kept_in()
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(list(recipes))
+    return Setup(
+        stream.getvalue(),
+        (folder and str(folder), jax.config.jax_compilation_cache_dir),
+        dict(stored_programs.settings()),
+    )
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles jitted functions of modules by name, and devices by platform and id."""
+
+    def reducer_override(self, thing):
+        """Pickle's hook: the name of a jitted function, which pickle alone would take apart."""
+        if type(thing) is type(jax.nn.silu):
+            return thing.__qualname__
+        return NotImplemented
+
+    def persistent_id(self, thing):
+        """Pickle's hook: what stands for an object that only its process has."""
+        return (thing.platform, thing.id) if isinstance(thing, jax.Device) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, key):
+        """Pickle's hook: the device of a platform and an id."""
+        platform, number = key
+        return next(one for one in jax.devices(platform) if one.id == number)
+
+
+def unpickle(recipes: bytes) -> list[Recipe]:
+    """The recipes of a `Setup`."""
+    return _Unpickler(io.BytesIO(recipes)).load()
+
+
+def messages(connection: Connection) -> Iterator[Any]:
+    """What the parent sends, until it ends."""
+    while True:
+        try:
+            yield pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+
+
+def _free_device_bytes() -> int | None:
+    """Free memory of the fullest GPU, beside what this process has taken; None where nothing tells."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = ["--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(
+            [command, *query], capture_output=True, text=True, timeout=20, check=True
+        )
+        return min(int(line) for line in answer.stdout.split()) << 20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,100 @@
+"""A process that compiles programs onto disk for its parent: `python -m peagle_jax.engine.compiler_process FD`.
+
+See `compilation`. It reads a `Setup` and then jobs from a connection, answers each with None or a `Failure`, and ends with
+its parent.
+"""
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import jax
+
+from peagle_jax.engine import stored_programs
+from peagle_jax.engine.compilation import Failure, Recipe, Setup, messages, unpickle
+from peagle_jax.engine.device_calls import Key
+from peagle_jax.engine.programs import Programs
+from peagle_jax.parallel.devices import Devices
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> int:
+    """Serves one parent; returns 0 once it has ended."""
+    _end_with_parent()
+    connection = Connection(int(arguments[0]))
+    inbox = messages(connection)
+    compiler = _Compiler(next(inbox, None))
+    for recipe, key in inbox:
+        connection.send_bytes(pickle.dumps(compiler.compile(recipe, key)))
+    return 0
+
+
+class _Compiler:
+    """The programs of the recipes, made when the first of each is asked for."""
+
+    def __init__(self, setup: Setup | None):
+        if setup is None:  # the parent ended
+            sys.exit(0)
+        programs, cache = setup.folders
+        stored_programs.keep_in(programs and Path(programs))
+        own = dict(stored_programs.settings())
+        for name, value in setup.settings.items():
+            if own.get(name) != value:
+                jax.config.update(name, value)
+        if cache is not None:
+            stored_programs.use_library_cache(Path(cache))
+        self._recipes = unpickle(setup.recipes)
+        self._made: dict[int, tuple] = {}
+
+    def compile(self, number: int, key: Key) -> Failure | None:
+        """Compiles a program of a recipe onto disk. Returns why it is not there."""
+        try:
+            if number not in self._made:
+                self._made[number] = programs_of(self._recipes[number])
+            programs, state = self._made[number]
+            programs.store(key, state)
+            path = programs.file_of(key, state)
+        except Exception as error:  # the parent decides what an error means
+            reason = stored_programs.line(error)
+            return Failure(reason, is_final="RESOURCE_EXHAUSTED" not in reason)
+        if path is not None and path.exists():
+            return None
+        return Failure(f"it cannot be kept in {stored_programs.kept_in()}", is_final=False)
+
+
+def programs_of(recipe: Recipe) -> tuple[Programs, object]:
+    """The programs of a recipe, and the shapes of their state. They compile and cannot run."""
+    config = recipe.config
+    devices = Devices(
+        config.tensor_parallel,
+        check_replicas=config.check_replicas,
+        peers=config.gather == "peers",
+    )
+    programs = Programs(
+        recipe.target,
+        recipe.drafter,
+        config,
+        taps=recipe.taps,
+        accept=recipe.accept,
+        devices=devices,
+    )
+    return programs, programs.init_state(recipe.target_config, recipe.drafter_config)
+
+
+def _end_with_parent() -> None:
+    """Lets the kernel end this process with its parent, also in the middle of a program. Linux only; elsewhere it ends
+    after the program."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:  # the parent ended before
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
