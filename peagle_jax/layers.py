@@ -268,6 +268,16 @@ def kept(x: jax.Array, keep: jax.Array | None) -> jax.Array:
     return x if keep is None else jnp.take_along_axis(x, keep[..., None], axis=1)
 
 
+def silu(x: jax.Array) -> jax.Array:
+    """A module holds its activation, and is sent to processes that compile: jax's own function cannot be pickled."""
+    return jax.nn.silu(x)
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """The tanh approximation; a function of this module as `silu` is."""
+    return jax.nn.gelu(x)
+
+
 class GatedMLP(nnx.Module):
     """`down(activation(gate(x)) * up(x))` with a fused gate/up projection; SwiGLU by default."""
 
@@ -280,7 +290,7 @@ class GatedMLP(nnx.Module):
         dtype,
         rngs: nnx.Rngs,
         bias: bool = False,
-        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        activation: Callable[[jax.Array], jax.Array] = silu,
     ):
         self.activation = activation
         init = dict(bias=bias, dtype=dtype, rngs=rngs)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from peagle_jax.config import TargetConfig
-from peagle_jax.layers import INIT_STD, Attend, Attention, Delta, GatedMLP, RMSNorm, kept
+from peagle_jax.layers import INIT_STD, Attend, Attention, Delta, GatedMLP, RMSNorm, gelu, kept
 
 
 class Gemma4Layer(nnx.Module):
@@ -24,8 +24,7 @@ class Gemma4Layer(nnx.Module):
         self.input_norm, self.post_attention_norm = norm(), norm()
         self.pre_mlp_norm, self.post_mlp_norm = norm(), norm()
         self.attention = Attention(config.attention(layer), (D, D), eps=eps, **init)
-        # jax.nn.gelu is the tanh approximation, as Gemma's `gelu_pytorch_tanh`.
-        self.mlp = GatedMLP(D, config.intermediate_size, activation=jax.nn.gelu, **init)
+        self.mlp = GatedMLP(D, config.intermediate_size, activation=gelu, **init)
         self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
 
     def __call__(self, h: jax.Array, delta: Delta | None, angles, cache, attend: Attend, keep=None):
