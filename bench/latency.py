@@ -1,5 +1,6 @@
 """Latencies of requests as seen by the client, and their statistics."""
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,15 +19,28 @@ class Outcome:
     """One request. Times are `time.perf_counter()`; `first` and `last` are arrivals of tokens.
 
     `code` is its final gRPC status. `acceptance` comes from the server's usage, which only a complete
-    stream contains.
+    stream contains. `counted` is the server's number of tokens where their ids are not sent. `arrivals` are those of
+    all messages with tokens.
     """
 
     sent: float
     code: str = ""
     first: float | None = None
     last: float | None = None
-    tokens: list[int] = field(default_factory=list)
+    tokens: Sequence[int] = field(default_factory=lambda: array("i"))
+    counted: int | None = None
+    arrivals: array = field(default_factory=lambda: array("d"))
     acceptance: pb.Acceptance | None = None
+
+    def arrive(self, now: float) -> None:
+        """Notes a message with tokens."""
+        self.first = self.first or now
+        self.last = now
+        self.arrivals.append(now)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) if self.counted is None else self.counted
 
     def latency(self, name: str) -> float | None:
         """Milliseconds of "ttft", "tpot" or "e2e"; None if undefined.
@@ -37,8 +51,8 @@ class Outcome:
         if self.first is None:
             return None
         if name == "tpot":
-            rest = len(self.tokens) - 1
-            return 1e3 * (self.last - self.first) / rest if rest else None
+            rest = self.num_tokens - 1
+            return 1e3 * (self.last - self.first) / rest if rest > 0 else None
         return 1e3 * ((self.first if name == "ttft" else self.last) - self.sent)
 
     def meets(self, limits: Mapping[str, float]) -> bool:
@@ -65,7 +79,7 @@ def figures(outcomes: Sequence[Outcome], seconds: float, limits: Mapping[str, fl
       limits: of `Outcome.meets`, for goodput; if empty, the row has no goodput.
     """
     good = [outcome for outcome in outcomes if outcome.code == "OK"]
-    tokens = sum(len(outcome.tokens) for outcome in outcomes)
+    tokens = sum(outcome.num_tokens for outcome in outcomes)
     counts = Acceptance.of(o.acceptance for o in outcomes if o.acceptance is not None)
     row = {
         "requests": len(outcomes),
@@ -87,4 +101,22 @@ def figures(outcomes: Sequence[Outcome], seconds: float, limits: Mapping[str, fl
         "accepted": counts.accepted,
         "acceptance_length": counts.length,
         "acceptance_per_position": list(counts.rates),
+    }
+
+
+def gap_figures(outcomes: Sequence[Outcome], begin: float) -> dict:
+    """Row fields about the milliseconds between two messages of a stream, over all streams.
+
+    `gap_max_at` is the end of the longest one in seconds after `begin`, which is `time.perf_counter()`. Without two
+    messages of one stream all are None.
+    """
+    gaps = [np.diff(np.asarray(outcome.arrivals)) for outcome in outcomes]
+    ends = [np.asarray(outcome.arrivals)[1:] for outcome in outcomes]
+    if not (some := 1e3 * np.concatenate([np.zeros(0), *gaps])).size:
+        return {"gap_ms": None, "gap_max_at": None}
+    longest = int(some.argmax())
+    p50, p99 = np.percentile(some, (50, 99))
+    return {
+        "gap_ms": {"p50": float(p50), "p99": float(p99), "max": float(some[longest])},
+        "gap_max_at": float(np.concatenate(ends)[longest] - begin),
     }

@@ -1,23 +1,25 @@
 """`peagle-bench serve-load`: load test of a running server, and its overhead over the bare engine."""
 
-import asyncio
 import contextlib
 import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
 import numpy as np
 from tqdm import tqdm
 
-from bench import rows
+from bench import preset_load, rows
 from bench.commands.serve_load import Options
 from bench.constraints import Mix, prompt_of
-from bench.latency import Outcome, figures
+from bench.latency import figures, gap_figures
+from bench.load_clients import Call, Clients, Loaded
+from bench.progress import progress_bar
 from bench.served import Served
 from bench.sweep import Prompts, leave_out, prompt_set
 from bench.timing import Measurement, drive
@@ -27,24 +29,12 @@ from serving.protos import peagle_v1_pb2 as pb
 from serving.protos.peagle_v1_pb2_grpc import GenerationStub
 from serving.sources import resolve
 
-_WARM_UP_TOKENS = 16
-_OPTIONS = [("grpc.max_receive_message_length", -1)]
+_DISTINCT = 16  # calls for each client of a run with a --duration, which repeats them
+_SHORTEST = 4  # the part of the longest prompt and output that the shortest has
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One request to make.
-
-    Args:
-      start: seconds after the beginning; None starts the call as soon as a client is free.
-      cancel_after: tokens after which the client cancels the call; None never cancels.
-      deadline: in seconds; None for no deadline.
-    """
-
-    request: pb.GenerateRequest
-    start: float | None = None
-    cancel_after: int | None = None
-    deadline: float | None = None
+Load = Callable[..., Loaded]
+"""`Clients.load` of one server, protocol and concurrency."""
 
 
 def calls(
@@ -57,15 +47,22 @@ def calls(
     chosen = itertools.islice(itertools.cycle(prompts), count)
     for index, (prompt, start) in enumerate(zip(chosen, starts, strict=True)):
         is_cancelled = rng.random() < options.cancel_share
+        request = _request(prompt, options, mix, index)
+        if options.duration is not None:
+            request.stopping.max_tokens = _mixed(rng, options.max_tokens)
         made.append(
             Call(
-                request=_request(prompt, options, mix, index),
+                request=request,
                 start=start,
                 cancel_after=int(rng.integers(0, options.max_tokens)) if is_cancelled else None,
                 deadline=None if options.deadline_ms is None else options.deadline_ms / 1e3,
             )
         )
     return made
+
+
+def _mixed(rng: np.random.Generator, most: int) -> int:
+    return int(rng.integers(-(-most // _SHORTEST), most + 1))
 
 
 def _request(prompt: str | list[int], options: Options, mix: Mix, index: int) -> pb.GenerateRequest:
@@ -81,70 +78,6 @@ def _request(prompt: str | list[int], options: Options, mix: Mix, index: int) ->
     return request
 
 
-async def load(
-    address: str, todo: Sequence[Call], *, concurrency: int | None, on_done=lambda: None
-) -> tuple[list[Outcome], float]:
-    """Makes all calls and waits for their ends.
-
-    Args:
-      concurrency: number of clients, each with one call after the other; None starts every call at its
-        `start`, without a limit.
-
-    Returns:
-      Outcomes in order, and the wall time of all in seconds.
-    """
-    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
-        stub = GenerationStub(channel)
-        await channel.channel_ready()
-        outcomes: list[Outcome | None] = [None] * len(todo)
-        begin = time.perf_counter()
-
-        async def make(index: int) -> None:
-            if (start := todo[index].start) is not None:
-                await asyncio.sleep(max(0.0, begin + start - time.perf_counter()))
-            outcomes[index] = await _make(stub, todo[index])
-            on_done()
-
-        async def client(numbers: Iterator[int]) -> None:
-            for index in numbers:
-                await make(index)
-
-        numbers = iter(range(len(todo)))
-        async with asyncio.TaskGroup() as group:
-            if concurrency is None:
-                for index in numbers:
-                    group.create_task(make(index))
-            else:
-                for _ in range(concurrency):
-                    group.create_task(client(numbers))
-        return outcomes, time.perf_counter() - begin
-
-
-async def _make(stub: GenerationStub, call: Call) -> Outcome:
-    outcome = Outcome(sent=time.perf_counter())
-    rpc = stub.Generate(call.request, timeout=call.deadline)
-    limit = call.cancel_after
-    try:
-        if limit == 0:
-            rpc.cancel()
-        async for delta in rpc:
-            if delta.token_ids:
-                outcome.last = time.perf_counter()
-                outcome.first = outcome.first or outcome.last
-                outcome.tokens.extend(delta.token_ids)
-            if delta.HasField("usage"):
-                outcome.acceptance = delta.usage.acceptance
-            if limit is not None and len(outcome.tokens) >= limit:
-                rpc.cancel()
-    except grpc.RpcError:
-        pass  # the status code below is the result
-    except asyncio.CancelledError:
-        if not rpc.cancelled():  # this task is cancelled, not the call
-            raise
-    outcome.code = (await rpc.code()).name
-    return outcome
-
-
 def _check(options: Options) -> None:
     if options.address and options.serve_options:
         raise ConfigError(
@@ -152,8 +85,20 @@ def _check(options: Options) -> None:
         )
     if options.address and options.overhead:
         raise ConfigError("--overhead needs the server's model in this process too: drop --address")
-    if options.overhead and (options.rate or options.cancel_share or options.deadline_ms):
-        raise ConfigError("--overhead compares whole requests at a fixed --concurrency only")
+    others = options.rate or options.cancel_share or options.deadline_ms
+    if options.overhead and (others or options.protocols != ("grpc",) or options.duration):
+        raise ConfigError(
+            "--overhead compares whole requests of gRPC at a fixed --concurrency only"
+        )
+    if "http" in options.protocols and (
+        options.address or options.cancel_share or options.deadline_ms or options.constrained
+    ):
+        raise ConfigError(
+            "--protocols http is for whole free requests to a server that is started here"
+        )
+    if options.duration and options.rate:
+        raise ConfigError("--duration is for a fixed --concurrency: leave out --rate")
+    preset_load.check(options)
     for name, share in (
         ("cancel-share", options.cancel_share),
         ("constrained", options.constrained),
@@ -169,7 +114,8 @@ def _options(options: Options) -> list[str]:
     """
     slots = [] if options.rate else ["--max-num-seqs", str(max(options.concurrency))]
     cache = ["--no-cache"] if options.no_cache else []
-    return [*slots, *cache, "--no-prefix-caching", *options.serve_options]
+    http = ["--http-port", "0"] if "http" in options.protocols else []
+    return [*slots, *cache, *http, "--no-prefix-caching", *options.serve_options]
 
 
 @contextlib.contextmanager
@@ -181,7 +127,7 @@ def _served(options: Options) -> Iterator[tuple[str, Served | None]]:
     resolve(_options(options))  # validates the options before the server starts
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "serve.log")
-        with Served(_options(options), log=log) as server:
+        with preset_load.served(options, _options(options), log) as server:
             yield server.wait(), server
             if code := server.stop():
                 raise ConfigError(
@@ -209,8 +155,13 @@ def _prompts(
     """
     if options.set == "random":
         rng = np.random.default_rng(options.seed)
-        most = options.prompt_tokens
-        lengths = rng.integers(max(1, most // 2), most + 1, options.num_requests or 256)
+        most, count = options.prompt_tokens, options.num_requests or 256
+        if options.duration is not None:
+            lengths = [_mixed(rng, most) for _ in range(count)]
+        elif options.preset is not None:
+            lengths = [most] * count
+        else:
+            lengths = rng.integers(max(1, most // 2), most + 1, count)
         return [rng.integers(0, about.vocab_size, length).tolist() for length in lengths], 0
     tokenizer = None if engine is None else engine.tokenizer
     name, prompts = prompt_set(
@@ -230,37 +181,85 @@ def serve_load(options: Options, environment: dict) -> list[dict]:
       ConfigError: options that exclude each other, no server at the address, or a server that does not start.
     """
     _check(options)
+    if options.preset is not None:
+        options = replace(options, set="random", ignore_eos=True)
     engine = _bare(options) if options.overhead else None
+    measured: list[preset_load.Measured] = []
+    done: list[dict] = []
+
+    def write(row: dict) -> None:
+        done.append(rows.rounded(row | environment))
+        rows.append(options.out, done[-1])
+
+    try:
+        for one in _measured(options, engine):
+            if options.preset is None:
+                write(one.row)
+            else:
+                measured.append(one)
+        if measured and not options.no_bare:
+            preset_load.add_bare(options, _options(options), measured)
+    finally:  # rows of an interrupted run are kept
+        for one in measured:
+            write(one.row)
+    return done
+
+
+def _measured(options: Options, engine: Engine | None) -> Iterator[preset_load.Measured]:
+    """Each cell by each protocol, without the environment in its row."""
     cells = (
         [(None, rate) for rate in options.rate]
         if options.rate
         else [(c, None) for c in options.concurrency]
     )
-    counts = [options.num_requests or max(32, 4 * (c or 16)) for c, _ in cells]
-    done = []
-    with _served(options) as (address, server):
+    counts = [_count(options, c or 16) for c, _ in cells]
+    total = sum(counts) * len(options.protocols) * (2 * options.repeats if engine else 1)
+    timed = dict(total=total, unit="request")
+    if options.duration is not None:
+        timed = dict(total=options.duration * len(cells) * len(options.protocols), unit="s")
+    stored = preset_load.num_stored(options)
+    with _served(options) as (address, server), Clients(options.client_processes) as clients:
         about = _about(address)
+        started = {}
+        if options.preset is not None:
+            started = preset_load.start_times(server) | {"programs_on_disk": stored}
         prompts, left_out = _prompts(options, about, engine)
-        total = sum(counts) * (2 * options.repeats if options.overhead else 1)
-        with tqdm(total=total, unit="request", disable=None) as bar:
+        addresses = {"grpc": address, "http": "" if server is None else server.http_address}
+        with progress_bar(**timed) as bar:
             for (concurrency, rate), count in zip(cells, counts, strict=True):
-                bar.set_description(f"x{concurrency}" if rate is None else f"{rate:g}/s")
                 todo = calls(options, prompts, count, rate=rate)
-                _warm_up(address, todo, concurrency or 1)
-                if engine is None:
-                    found = _measure(options, address, todo, concurrency, bar)
-                else:
-                    found = _beside_bare(options, server, todo, concurrency, engine, bar)
-                row = {
-                    "kind": "serve-load",
-                    **_identity(options, about, concurrency, rate),
-                    **found,
-                    "prompts_left_out": left_out,
-                    **environment,
-                }
-                done.append(rows.rounded(row))
-                rows.append(options.out, done[-1])
-    return done
+                for protocol in options.protocols:
+                    bar.set_description(
+                        f"{protocol} {f'x{concurrency}' if rate is None else f'{rate:g}/s'}"
+                    )
+                    load = partial(
+                        clients.load,
+                        address=addresses[protocol],
+                        protocol=protocol,
+                        concurrency=concurrency,
+                    )
+                    _warm_up(address, load, todo[: concurrency or 1])
+                    if engine is None:
+                        found = _measure(options, server, load, todo, bar)
+                    else:
+                        found = _beside_bare(options, server, load, todo, concurrency, engine, bar)
+                    row = {
+                        "kind": "serve-load" if options.preset is None else "served",
+                        **_identity(options, about, concurrency, rate),
+                        "protocol": protocol,
+                        **preset_load.identity(options, about),
+                        **started,
+                        **found,
+                        "prompts_left_out": left_out,
+                    }
+                    yield preset_load.Measured(row=row, todo=todo)
+
+
+def _count(options: Options, clients: int) -> int:
+    """Requests of a cell; of a run with a duration those that it repeats."""
+    if options.duration is not None:
+        return _DISTINCT * clients
+    return options.num_requests or max(32, 4 * clients)
 
 
 def _identity(options: Options, about, concurrency: int | None, rate: float | None) -> dict:
@@ -282,31 +281,37 @@ def _identity(options: Options, about, concurrency: int | None, rate: float | No
     }
 
 
-def _warm_up(address: str, todo: Sequence[Call], concurrency: int) -> None:
+def _warm_up(address: str, load: Load, todo: Sequence[Call]) -> None:
     """Whole requests of a few tokens: the first ones pay for connections and allocations.
 
     Waits first until the server has compiled all batch sizes.
     """
-    with grpc.insecure_channel(address) as channel:
-        stub = GenerationStub(channel)
-        while stub.GetStats(pb.GetStatsRequest()).batch_sizes_pending:
-            time.sleep(0.1)
-    short = []
-    for call in todo[:concurrency]:
-        request = pb.GenerateRequest()
-        request.CopyFrom(call.request)
-        request.stopping.max_tokens = min(_WARM_UP_TOKENS, request.stopping.max_tokens)
-        short.append(Call(request=request))
-    asyncio.run(load(address, short, concurrency=concurrency))
+    preset_load.wait_for_programs(address)
+    load([preset_load.shortened(call) for call in todo], concurrency=len(todo))
 
 
 def _measure(
-    options: Options, address: str, todo: Sequence[Call], concurrency: int | None, bar: tqdm
+    options: Options, server: Served | None, load: Load, todo: Sequence[Call], bar: tqdm
 ) -> dict:
-    outcomes, seconds = asyncio.run(
-        load(address, todo, concurrency=concurrency, on_done=bar.update)
+    with preset_load.watched(options, server) as found:
+        loaded = _load(options, load, todo, bar)
+    return (
+        figures(loaded.outcomes, loaded.seconds, options.limits)
+        | gap_figures(loaded.outcomes, loaded.begin)
+        | {"clients_cpu_seconds": loaded.cpu_seconds}
+        | found
     )
-    return figures(outcomes, seconds, options.limits)
+
+
+def _load(options: Options, load: Load, todo: Sequence[Call], bar: tqdm) -> Loaded:
+    if options.duration is None:
+        return load(todo, on_done=bar.update)
+    begin, before = time.monotonic(), bar.n
+
+    def show() -> None:
+        bar.update(before + min(options.duration, int(time.monotonic() - begin)) - bar.n)
+
+    return load(todo, seconds=options.duration, on_second=show)
 
 
 def _bare(options: Options) -> Engine:
@@ -320,6 +325,7 @@ def _bare(options: Options) -> Engine:
 def _beside_bare(
     options: Options,
     server: Served,
+    load: Load,
     todo: Sequence[Call],
     concurrency: int,
     engine: Engine,
@@ -334,20 +340,18 @@ def _beside_bare(
     runs_: dict[str, list] = {name: [] for name in ("served", "bare")}
     cpu: dict[str, list[float]] = {name: [] for name in ("served", "clients", "bare")}
     for _ in range(options.repeats):
-        before = server.cpu_seconds, time.process_time()
-        runs_["served"].append(
-            asyncio.run(load(server.address, todo, concurrency=concurrency, on_done=bar.update))
-        )
-        cpu["served"].append(server.cpu_seconds - before[0])
+        before = server.cpu_seconds
+        runs_["served"].append(load(todo, on_done=bar.update))
+        cpu["served"].append(server.cpu_seconds - before)
+        cpu["clients"].append(runs_["served"][-1].cpu_seconds)
         between = time.process_time()
-        cpu["clients"].append(between - before[1])
         runs_["bare"].append(_drive(options, todo, concurrency, engine, bar))
         cpu["bare"].append(time.process_time() - between)
-    seconds = [one[1] for one in runs_["served"]]
+    seconds = [one.seconds for one in runs_["served"]]
     bare_seconds = [one.seconds for one in runs_["bare"]]
     overheads = [100 * (one / bare - 1) for one, bare in zip(seconds, bare_seconds, strict=True)]
     middle, bare_middle = statistics.median(seconds), statistics.median(bare_seconds)
-    outcomes = min(runs_["served"], key=lambda one: abs(one[1] - middle))[0]
+    outcomes = min(runs_["served"], key=lambda one: abs(one.seconds - middle)).outcomes
     outputs = runs_["bare"][0].outputs
     return figures(outcomes, middle, options.limits) | {
         "bare_seconds": bare_middle,
@@ -355,7 +359,8 @@ def _beside_bare(
         "overhead_percent": statistics.median(overheads),
         "overhead_percent_all": overheads,
         "outputs_equal_to_bare": sum(
-            outcome.tokens == tokens for outcome, tokens in zip(outcomes, outputs, strict=True)
+            list(outcome.tokens) == tokens
+            for outcome, tokens in zip(outcomes, outputs, strict=True)
         ),
         "served_seconds_all": seconds,
         "bare_seconds_all": bare_seconds,

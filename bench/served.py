@@ -26,12 +26,14 @@ class Served:
     Args:
       options: of `peagle-serve`; a later option wins over an earlier one.
       log: file for what the server writes.
+      module: what is run; it takes options of `peagle-serve`.
       environment: of the process; None inherits that of this process.
       descriptors: most files and connections that it may hold open; None is our own limit.
 
     Attributes:
       started: `time.monotonic()` before the process was made.
       address: "host:port" of gRPC, once `wait_for_port` has returned.
+      port_seconds, serving_seconds: from the start until `wait_for_port` and `wait` returned.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Served:
         options: Sequence[str],
         *,
         log: Path,
+        module: str = "serving",
         environment: Mapping[str, str] | None = None,
         descriptors: int | None = None,
     ):
@@ -50,7 +53,7 @@ class Served:
             *limit,
             sys.executable,
             "-m",
-            "serving",
+            module,
             "--port",
             "0",
             "--http-port",
@@ -85,6 +88,7 @@ class Served:
             self.check(until, "listen")
             time.sleep(0.02)
         self.address = found["gRPC"]
+        self.port_seconds = time.monotonic() - self.started
         return self.address
 
     def wait(self, seconds: float = 600.0) -> str:
@@ -96,6 +100,7 @@ class Served:
             while not _serves(stub):
                 self.check(until, "serve")
                 time.sleep(0.05)
+        self.serving_seconds = time.monotonic() - self.started
         return self.address
 
     @property

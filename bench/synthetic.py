@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -48,9 +49,12 @@ def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
             f"--synthetic-acceptance-length {length}: with K={num_draft} a round emits 1 to "
             f"{num_draft + 1} tokens"
         )
-    certain = math.floor(length) - 1
-    share = length - math.floor(length)
-    return _rule(lambda uniform, params: certain + (uniform < share), f"length {length}")
+    return _Rule(partial(_by_length, length), f"{_SOURCE} length {length}")
+
+
+def _by_length(length: float, uniform: jax.Array, params: RequestParams) -> jax.Array:
+    whole = math.floor(length)
+    return whole - 1 + (uniform < length - whole)
 
 
 def drawn_acceptance(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> AcceptRule:
@@ -66,12 +70,13 @@ def drawn_acceptance(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -
     """
     # [texts, J]: at most 0, 1, .. J-1 accepted
     shares = np.asarray(1 - _survival(rounds_of_texts, num_draft), np.float32)
+    digest = hashlib.sha256(shares.tobytes()).hexdigest()
+    return _Rule(partial(_by_text, shares), f"{_SOURCE} drawn {shares.shape} {digest}")
+
+
+def _by_text(shares: np.ndarray, uniform: jax.Array, params: RequestParams) -> jax.Array:
     below = jnp.asarray(shares)
-
-    def wanted(uniform: jax.Array, params: RequestParams) -> jax.Array:
-        return (uniform[:, None] >= below[params.seed[:, 1] % len(below)]).sum(axis=1)
-
-    return _rule(wanted, f"drawn {shares.shape} {hashlib.sha256(shares.tobytes()).hexdigest()}")
+    return (uniform[:, None] >= below[params.seed[:, 1] % len(below)]).sum(axis=1)
 
 
 def drawn_confidence(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> jax.Array:
@@ -118,13 +123,18 @@ def accepted_by_text(rows: Iterable[dict], num_draft: int, texts: str) -> list[l
     )
 
 
-def _rule(wanted: Callable[[jax.Array, RequestParams], jax.Array], name: str) -> AcceptRule:
-    """The rule that accepts `wanted(uniform [B], params)` drafts, [B], as far as a row has them.
+@dataclass(frozen=True, eq=False)
+class _Rule:
+    """The rule that accepts `wanted(uniform [B], params)` drafts, [B], as far as a row has them. It can be pickled.
 
-    `name` tells the rules of this file apart: programs on disk belong to one of them.
+    `program_key` tells the rules of this file apart: programs on disk belong to one of them.
     """
 
-    def accept(
+    wanted: Callable[[jax.Array, RequestParams], jax.Array]
+    program_key: str
+
+    def __call__(
+        self,
         logits: jax.Array,  # [B, J+1, V]; with rows [F, V]
         drafts: jax.Array,  # [B, J]; J is 0 in prefill
         draft_probs: jax.Array | None,
@@ -134,18 +144,14 @@ def _rule(wanted: Callable[[jax.Array, RequestParams], jax.Array], name: str) ->
         *,
         rows: FlatRows | None = None,
     ) -> Verdict:
-        given = (drafts, draft_probs, positions, params, adjustments)
-        verdict = verify(logits, *given, rows=rows)
+        verdict = verify(logits, drafts, draft_probs, positions, params, adjustments, rows=rows)
         drawn = jnp.take_along_axis(verdict.tokens, verdict.count[:, None] - 1, axis=1)  # [B, 1]
         uniform = accept_uniforms(request_keys(params), positions[:, :1])[:, 0]
         J = drafts.shape[1]
-        n = jnp.minimum(wanted(uniform, params), jnp.minimum(params.num_draft, J))
+        n = jnp.minimum(self.wanted(uniform, params), jnp.minimum(params.num_draft, J))
         padded = jnp.pad(drafts, ((0, 0), (0, 1)))
         tokens = jnp.where(jnp.arange(J + 1) == n[:, None], drawn, padded)
         return Verdict(tokens, (n + 1).astype(jnp.int32), verdict.finite)
-
-    accept.program_key = f"{_SOURCE} {name}"
-    return accept
 
 
 @jax.tree_util.register_dataclass

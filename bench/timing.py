@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -96,8 +97,11 @@ def drive(
     concurrency: int,
     on_finished: Callable[[], object] = lambda: None,
     reads_prefix_cache: bool = True,
+    starts: Sequence[float] | None = None,
 ) -> Measurement:
     """Keeps `concurrency` requests in a warm engine until all prompts are done.
+
+    With `starts`, in ascending seconds after the beginning, no prompt is given to the engine before its start.
 
     With `reads_prefix_cache` False every prompt is computed as a whole, and cached for later runs. `params` are
     those of all prompts, or of each one.
@@ -106,17 +110,19 @@ def drive(
       ConfigError: the model's logits are not finite, so there is nothing to measure.
     """
     given = itertools.repeat(params) if isinstance(params, SamplingParams) else params
-    todo = iter(zip(prompts, given, strict=False))
+    todo = deque(zip(prompts, given, starts or itertools.repeat(0.0), strict=False))
     requests: list[Request] = []
     running, settled, timed, full_tokens = 0, 0, [], 0
     start = time.perf_counter()
-    while True:
-        while running < concurrency and (one := next(todo, None)) is not None:
-            requests.append(engine.add_request(*one))
+    while todo or engine.has_work:
+        while running < concurrency and todo and todo[0][2] <= time.perf_counter() - start:
+            prompt, its_params, _ = todo.popleft()
+            requests.append(engine.add_request(prompt, its_params))
             requests[-1].reads_prefix_cache = reads_prefix_cache
             running += 1
         if not engine.has_work:
-            break
+            time.sleep(max(0.0, start + todo[0][2] - time.perf_counter()))
+            continue
         settled = settled + 1 if is_full(engine, concurrency) else 0
         before = time.perf_counter()
         updates = engine.step()

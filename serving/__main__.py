@@ -3,17 +3,30 @@
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from peagle_jax.config import ConfigError
-from serving.settings import read_models
+from serving.settings import Settings, read_models
 from serving.signals import exit_while_loading
 from serving.sources import parser, resolve
 
+if TYPE_CHECKING:
+    from peagle_jax import Engine
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit code."""
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    make_engine: "Callable[[Settings], Engine] | None" = None,
+) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code.
+
+    Args:
+      make_engine: at the top level of a module; makes the engine without folders of models. None:
+        `serving.app.make_engine`.
+    """
     exit_while_loading()
     # A serving process reads certificates and tokens again at SIGHUP. Until then SIGHUP must not kill it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -31,14 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         access = prepare_access(settings)
         listed = "\n".join(settings.lines(sources))  # with the model as it was given
-        settings = read_models(settings)
+        if make_engine is None:
+            settings = read_models(settings)
         print(listed, flush=True)
         for warning in settings.warnings:
             print(f"peagle-serve: warning: {warning}", file=sys.stderr)
-        from serving.app import serve
+        from serving import app
 
-        cache_home = os.environ.get("XDG_CACHE_HOME")
-        return serve(settings, access, cache_home=cache_home, say=partial(print, flush=True))
+        return app.serve(
+            settings,
+            access,
+            cache_home=os.environ.get("XDG_CACHE_HOME"),
+            say=partial(print, flush=True),
+            make_engine=make_engine or app.make_engine,
+        )
     except (ConfigError, OSError) as error:
         print("peagle-serve: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2

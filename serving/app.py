@@ -11,9 +11,12 @@ from dataclasses import fields, replace
 from functools import partial
 
 from peagle_jax import ConfigError, Engine, runs
+from peagle_jax.config import EngineConfig
+from peagle_jax.draft_head import DraftHead
 from peagle_jax.engine import stored_programs
 from peagle_jax.engine.memory import pages_in
 from peagle_jax.loading import load_weights
+from peagle_jax.models import Decoder
 from serving.access import RESERVE, Access
 from serving.frontend import Frontend, State
 from serving.hosts import FAILED, LOST
@@ -39,13 +42,19 @@ _FOREVER = 1e6  # seconds
 
 
 def serve(
-    settings: Settings, access: Access, *, cache_home: str | None, say: Callable[[str], None]
+    settings: Settings,
+    access: Access,
+    *,
+    cache_home: str | None,
+    say: Callable[[str], None],
+    make_engine: Callable[[Settings], Engine],
 ) -> int:
     """Serves until a signal ends it.
 
     Args:
       cache_home: the user's cache folder; None is `~/.cache`.
       say: callback for status lines, such as the ports.
+      make_engine: makes the engine of the settings, not yet warm.
 
     Returns:
       The exit code: 1 if the engine died.
@@ -60,18 +69,22 @@ def serve(
     if settings.host_index:
         follow(settings, make_engine)
     if settings.compile_only:
-        return _compile_only(settings, say)
+        return _compile_only(settings, make_engine, say)
     if settings.num_hosts == 1:
-        return _serve_requests(settings, access, None, say)
+        return _serve_requests(settings, access, make_engine, None, say)
     leader = lead(settings, say)
     with failures_end_all(leader):
-        code = _serve_requests(settings, access, leader, say)
+        code = _serve_requests(settings, access, make_engine, leader, say)
         _end_hosts(leader, code)
     return code
 
 
 def _serve_requests(
-    settings: Settings, access: Access, leader: Leader | None, say: Callable[[str], None]
+    settings: Settings,
+    access: Access,
+    make_engine: Callable[[Settings], Engine],
+    leader: Leader | None,
+    say: Callable[[str], None],
 ) -> int:
     tracer = None
     if settings.otlp_endpoint is not None:
@@ -86,7 +99,9 @@ def _serve_requests(
             tracer.close()
 
 
-def _compile_only(settings: Settings, say: Callable[[str], None]) -> int:
+def _compile_only(
+    settings: Settings, make_engine: Callable[[Settings], Engine], say: Callable[[str], None]
+) -> int:
     """Puts the programs of the settings, and the times of rounds, on disk; returns the exit code."""
     engine = make_engine(settings)
     engine.compile_missing(report=ProgressLog())
@@ -114,9 +129,7 @@ def make_engine(settings: Settings) -> Engine:
     Raises:
       ConfigError: see `load_weights` and `Engine`.
     """
-    config = engine_config(settings, runs.choose_dtype(settings.dtype))
-    names = "prefill_chunk", "prefill_rows", "small_prefills"
-    config = runs.with_prefill_sizes(config, **{name: getattr(settings, name) for name in names})
+    config = sized_config(settings)
     target, head, tokenizer = load_weights(
         settings.model,
         settings.drafter,
@@ -126,11 +139,32 @@ def make_engine(settings: Settings) -> Engine:
         tensor_parallel=settings.tensor_parallel,
         activations=config.activations,
     )
+    return engine_of(settings, config, target, head, tokenizer=tokenizer)
+
+
+def sized_config(settings: Settings) -> EngineConfig:
+    """The engine's config on this device, without the pages of `kv_cache_memory`."""
+    config = engine_config(settings, runs.choose_dtype(settings.dtype))
+    names = "prefill_chunk", "prefill_rows", "small_prefills"
+    return runs.with_prefill_sizes(config, **{name: getattr(settings, name) for name in names})
+
+
+def engine_of(
+    settings: Settings, config: EngineConfig, target: Decoder, head: DraftHead | None, **parts
+) -> Engine:
+    """The engine of models that are on the device.
+
+    Args:
+      config: of `sized_config`.
+      parts: further arguments of `Engine`.
+    Raises:
+      ConfigError: see `Engine`.
+    """
     if settings.kv_cache_memory is not None:
         drafter = None if head is None else head.config
         pages = pages_in(num_bytes(settings.kv_cache_memory), target.config, drafter, config)
         config = replace(config, num_pages=pages)
-    engine = Engine(target, head, config, tokenizer=tokenizer)
+    engine = Engine(target, head, config, **parts)
     # Requests without a seed are drawn anew after each start, and by each of several servers.
     engine.numbers = itertools.count(secrets.randbits(62))
     return engine

@@ -7,6 +7,7 @@ from pathlib import Path
 from bench.command import (
     Command,
     RowOptions,
+    check_preset,
     exit_code,
     list_of_positive,
     option,
@@ -31,10 +32,39 @@ def _limit(text: str) -> tuple[str, float]:
     return name, float(value)
 
 
+def _protocols(text: str) -> tuple[str, ...]:
+    if unknown := set(names := text.split(",")) - {"grpc", "http"}:
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} must be grpc or http")
+    return tuple(dict.fromkeys(names))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options(RowOptions):
     address: str | None = option(
         "address of a running server; without it one is started", default=None, metavar="HOST:PORT"
+    )
+    preset: str | None = option(
+        "start a server of this full-size model with random weights, and measure the bare engine after it; rows of the "
+        "kind served", default=None, metavar="NAME",
+    )  # fmt: skip
+    layers: int | None = option(
+        "the first N layers of the preset only", default=None, type=positive, metavar="N"
+    )
+    synthetic_acceptance_length: float | None = option(
+        "accept as many drafts of the preset's head as give A tokens per round on average", default=None, type=float,
+        metavar="A",
+    )  # fmt: skip
+    no_bare: bool = option("leave out the bare engine beside a preset", default=False)
+    lock_shares: bool = option(
+        "record which share of the time each process of a preset's server holds the interpreter's lock (needs py-spy, "
+        "and slows the server a little)", default=False,
+    )  # fmt: skip
+    protocols: tuple[str, ...] = option(
+        "how clients call the server, one row each: grpc, http (streams of /v1/completions)", default=("grpc",),
+        type=_protocols, metavar="P,P",
+    )  # fmt: skip
+    client_processes: int = option(
+        "most client processes; never more than clients", default=6, type=positive, metavar="N"
     )
     concurrency: tuple[int, ...] = option(
         "numbers of clients, each with one request after the other", default=(1, 8, 32), excludes="load",
@@ -51,9 +81,16 @@ class Options(RowOptions):
         type=positive,
         metavar="N",
     )
+    duration: int | None = option(
+        "load a preset for N seconds at each concurrency instead, with prompts and outputs of mixed lengths, at least a "
+        "quarter of --prompt-tokens and --max-tokens", default=None, type=positive, metavar="N",
+    )  # fmt: skip
     max_tokens: int = option("new tokens per prompt", default=128, type=positive, metavar="N")
     prompt_tokens: int = option(
-        "tokens of the longest random prompt", default=128, type=positive, metavar="N"
+        "tokens of the longest random prompt; of each one beside --preset",
+        default=128,
+        type=positive,
+        metavar="N",
     )
     temperature: float = option("temperature; 0: greedy", default=0.0, type=float, metavar="T")
     ignore_eos: bool = option("go on after the end-of-text token", default=False)
@@ -84,6 +121,19 @@ class Options(RowOptions):
     )
     out: Path = rows_file("serve_load.jsonl")
 
+    def check(self) -> None:
+        if self.preset is not None:
+            check_preset(self.preset)
+
+    def environment(self) -> dict:
+        """See `RowOptions`; beside a preset this process must not use the device, whose memory the server holds."""
+        if self.preset is None:
+            return super().environment()
+        from bench import rows
+        from bench.bare_engine import in_child
+
+        return in_child(rows.environment, self.commit)
+
     @property
     def limits(self) -> dict[str, float]:
         """Milliseconds by name of a latency, for goodput."""
@@ -94,11 +144,22 @@ def run(options: Options) -> int:
     from bench.serve_load import serve_load
 
     triple = lambda found: "/".join(f"{value:.0f}" for value in found.values()) if found else ""
-    header = ["conc.", "per s", "requests", "tokens/s", "req/s", "goodput", "TTFT ms", "TPOT ms"]
-    header += ["e2e ms", "AL", "overhead", "statuses"]
+    header = [
+        "protocol",
+        "conc.",
+        "per s",
+        "requests",
+        "tokens/s",
+        "req/s",
+        "goodput",
+        "TTFT ms",
+        "TPOT ms",
+    ]
+    header += ["e2e ms", "longest gap ms", "AL", "overhead", "of bare", "statuses"]
     done = serve_load(options, options.environment())
     lines = [
         [
+            row["protocol"],
             str(row["concurrency"] or ""),
             f"{row['rate']:g}" if row["rate"] else "",
             str(row["requests"]),
@@ -106,8 +167,10 @@ def run(options: Options) -> int:
             f"{row['requests_per_second']:.2f}",
             f"{row['goodput']:.2f}" if "goodput" in row else "",
             *(triple(row[f"{name}_ms"]) for name in ("ttft", "tpot", "e2e")),
+            f"{row['gap_ms']['max']:.0f}" if row.get("gap_ms") else "",
             f"{row['acceptance_length']:.2f}",
             f"{row['overhead_percent']:.1f} %" if "overhead_percent" in row else "",
+            f"{row['served_over_bare']:.2f}" if "served_over_bare" in row else "",
             " ".join(f"{code}:{count}" for code, count in row["codes"].items()),
         ]
         for row in done
@@ -118,20 +181,27 @@ def run(options: Options) -> int:
 
 COMMAND = Command(
     name="serve-load",
-    summary="load on a gRPC server: latencies, goodput, statuses, overhead over the bare engine",
+    summary="load on a server: latencies, goodput, statuses, gaps; overhead over the bare engine",
     examples=(
         "serve-load --concurrency 1,8,32 -- --num-speculative-tokens 5",
         "serve-load --address 127.0.0.1:50051 --rate 4,8 --goodput ttft:500 tpot:50",
         "serve-load --concurrency 32 --overhead",
+        "serve-load --preset qwen3-coder-30b-a3b-fp8 --synthetic-acceptance-length 3.1 --concurrency 1,8,32,128 "
+        "--protocols grpc,http --prompt-tokens 512 --max-tokens 256 --temperature 1",
     ),
     description="""
-Sends requests to a peagle-serve (gRPC, peagle.v1.Generation) and reports what clients see: latencies as
+Sends requests to a peagle-serve (gRPC, peagle.v1.Generation, or HTTP) from several client processes and reports what clients see: latencies as
 p50/p90/p99, tokens and requests per second, goodput (requests per second within the limits of --goodput) and
 statuses. Without --address a server is started on a free port; options after -- are that server's. It has no
 prefix cache, because prompts repeat; -- --prefix-caching turns it on, and prefix-cache measures it.
 
 --overhead also sends the same prompts through an engine in this process, in turns with the service. The
 difference is the cost of the service on this machine, including the work of the clients.
+
+--preset starts a server of a full-size model with random weights and made-up tokens, and sends it random prompts of
+--prompt-tokens tokens by each of --protocols. After the server has ended, an engine in a process of its own gets the same
+requests in the same order and at the same concurrency or times. Rows also hold the seconds of the start, the gaps between
+messages, and memory and processor time of each process of the server.
 """,
     options=Options,
     run=run,

@@ -141,7 +141,7 @@ def compile_missing(
     count = min(len(todo), jobs or default_jobs(has_low_priority=has_low_priority))
     if not count:
         return {}
-    setup = pickle.dumps(_setup(recipes), protocol=pickle.HIGHEST_PROTOCOL)
+    setup = pickle.dumps(_setup(recipes))
     run = _Run(setup, todo, has_low_priority, must_end, report, on_done)
     threads = [
         threading.Thread(target=run.work, name=f"compiler {number}", daemon=True)
@@ -283,10 +283,8 @@ class _Child:
 
 def _setup(recipes: Sequence[Recipe]) -> Setup:
     folder = stored_programs.kept_in()
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(list(recipes))
     return Setup(
-        stream.getvalue(),
+        pickled(list(recipes)),
         (folder and str(folder), jax.config.jax_compilation_cache_dir),
         dict(stored_programs.settings()),
     )
@@ -313,9 +311,20 @@ class _Unpickler(pickle.Unpickler):
         return next(one for one in jax.devices(platform) if one.id == number)
 
 
-def unpickle(recipes: bytes) -> list[Recipe]:
-    """The recipes of a `Setup`."""
-    return _Unpickler(io.BytesIO(recipes)).load()
+def pickled(thing: Any) -> bytes:
+    """Models, drafters and rules for another process, which reads them with `unpickle`.
+
+    Raises:
+      PicklingError: of a part that no module names, such as a function within a function.
+    """
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(thing)
+    return stream.getvalue()
+
+
+def unpickle(pickled: bytes) -> Any:
+    """What `pickled` took."""
+    return _Unpickler(io.BytesIO(pickled)).load()
 
 
 def messages(connection: Connection) -> Iterator[Any]:

@@ -21,7 +21,8 @@ from bench.synthetic import (
 from peagle_jax import Engine, SamplingParams
 from peagle_jax.config import ConfigError
 from peagle_jax.drafter import Proposal, make_drafter
-from peagle_jax.engine.descriptions import describe_tree
+from peagle_jax.engine.compilation import pickled, unpickle
+from peagle_jax.engine.descriptions import describe, describe_tree
 from peagle_jax.plan import RequestParams
 from tests import tiny
 
@@ -103,6 +104,26 @@ def test_programs_with_a_drafter_of_the_benches_are_kept_on_disk(kind):
     own = 128 if kind is Scattered else jnp.zeros((2, 8), jnp.int32)
     drafter = kind(make_drafter(tiny.head(), 3, "argmax"), own, 3)
     assert kind.program_key in describe_tree(jax.tree.structure(drafter))
+
+
+@pytest.mark.parametrize("kind", ["drafter", "length", "texts"])
+def test_processes_that_compile_get_drafter_and_rule_by_pickle(kind):
+    """An object that came by pickle must name the programs that the measuring process looks for."""
+    made = {
+        "drafter": lambda: Scattered(make_drafter(tiny.head(), 3, "argmax"), 128, 3),
+        "length": lambda: synthetic_acceptance(2.5, 3),
+        "texts": lambda: drawn_acceptance([[1, 2], [3]], 3),
+    }[kind]()
+    sent = unpickle(pickled(made))
+    assert sent.program_key == made.program_key
+    if kind == "drafter":
+        described = [describe_tree(jax.tree.structure(one)) for one in (sent, made)]
+        assert described[0] == described[1]
+        assert all(map(np.array_equal, jax.tree.leaves(sent), jax.tree.leaves(made)))
+    else:
+        assert describe(sent) == describe(made)
+        for text in range(2):
+            assert accepted_of(sent, text, 3, 50) == accepted_of(made, text, 3, 50)
 
 
 @dataclass(frozen=True)

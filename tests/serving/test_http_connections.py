@@ -17,6 +17,7 @@ from serving.http.connection import TimeLimits
 from serving.http.gate import Gate
 from serving.http.head import find_fault
 from serving.http.listener import Listener
+from serving.http.server import _listen
 from serving.tls import Certificates
 from tests.serving.certificates import authority, signed
 from tests.serving.test_http_errors import refusal
@@ -375,3 +376,10 @@ def test_any_host_is_served_where_the_operator_says_so(server):
         with server.another_http(allowed_hosts=allowed) as address:
             asked = httpx.get(f"http://{address}/v1/models", headers={"host": "evil.example"})
             assert asked.status_code == 200
+
+
+def test_a_small_message_does_not_wait_for_the_acknowledgement_of_the_one_before():
+    with _listen("127.0.0.1", 0) as listener:
+        listener.setblocking(True)
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -1,0 +1,62 @@
+"""The engine of a server without the service: the same requests, in a process of its own.
+
+The process that loads the server must not use the device, whose memory the server holds.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench.random_server import RandomModel, random_engine
+from peagle_jax.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Requests of a load, as `load_clients.Call` has them.
+
+    Args:
+      warm_up: the same, fewer or shorter, before the time counts.
+      concurrency: requests at once; None gives each to the engine at its start.
+      starts: seconds after the beginning.
+    """
+
+    prompts: Sequence[list[int]]
+    params: Sequence[SamplingParams]
+    warm_up: Sequence[SamplingParams]
+    concurrency: int | None
+    starts: Sequence[float] | None = None
+
+
+def in_child(function: Callable, *arguments) -> Any:
+    """The result of a function in a process of its own, which ends before this returns."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def measure(model: RandomModel, options: Sequence[str], cells: Sequence[Cell]) -> list[dict]:
+    """Fields of `Measurement.as_row` for each cell.
+
+    Args:
+      options: of the server.
+    """
+    from bench.timing import drive
+    from peagle_jax import runs
+    from serving.sources import resolve
+
+    settings, _ = resolve(options)
+    if not settings.no_cache:
+        runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+    engine = random_engine(replace(model, tokenizer=None), settings)
+    runs.warm_up(engine)
+    found = []
+    for cell in cells:
+        at_once = cell.concurrency or len(cell.prompts)
+        drive(engine, cell.prompts, cell.warm_up, concurrency=at_once)
+        rules = dict(concurrency=at_once, starts=cell.starts)
+        found.append(drive(engine, cell.prompts, cell.params, **rules).as_row())
+    return found

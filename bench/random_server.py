@@ -1,0 +1,143 @@
+"""`peagle-serve` on a full-size model with random weights: `python -m bench.random_server --preset NAME OPTIONS`.
+
+OPTIONS are those of peagle-serve. What the model is made of goes by an environment variable to the process that makes
+the engine.
+"""
+
+import argparse
+import json
+import os
+import string
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.command import PRESET_SUFFIX, check_preset
+from peagle_jax.config import ConfigError
+from peagle_jax.presets import PRESETS
+from serving.settings import Settings
+
+if TYPE_CHECKING:
+    from peagle_jax import Engine
+
+_VARIABLE = "BENCH_RANDOM_MODEL"
+_NUM_BYTES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomModel:
+    """What a server with random weights is made of; fields as in the options of `decode-step`.
+
+    `tokenizer` is a folder with a tokenizer.json; without it only token ids are served.
+    """
+
+    preset: str
+    layers: int | None = None
+    synthetic_acceptance_length: float | None = None
+    seed: int = 0
+    tokenizer: str | None = None
+
+    @property
+    def options(self) -> list[str]:
+        """As options of this module's command."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+
+
+def make_engine(settings: Settings) -> "Engine":
+    """The engine of the settings with the model that the environment describes; raises as `random_engine` does."""
+    return random_engine(RandomModel(**json.loads(os.environ[_VARIABLE])), settings)
+
+
+def random_engine(model: RandomModel, settings: Settings) -> "Engine":
+    """An engine as `serving.app.make_engine` makes it, with random weights; not yet warm.
+
+    Raises:
+      ConfigError: settings of models in folders, or a model that cannot be made.
+    """
+    # Imported here: the process that serves the ports needs no jax.
+    from bench.presets import preset
+    from bench.random_models import Models
+    from bench.synthetic import Scattered, synthetic_acceptance
+    from peagle_jax.text import Tokenizer
+    from peagle_jax.weight_order import order_weights
+    from serving.app import engine_of, sized_config
+
+    for name in ("model", "drafter", "quantization"):
+        if getattr(settings, name) is not None:
+            raise ConfigError(f"--{name} is for models in folders: leave it out beside --preset")
+    config, method = sized_config(settings), settings.method or "peagle"
+    made = Models.make(
+        preset(model.preset, model.layers),
+        [method],
+        dtype=config.dtype,
+        seed=model.seed,
+        num_devices=settings.tensor_parallel,
+    )
+    order_weights(made.target, config.activations)
+    head, drafter, accept = made.heads.get(method), None, None
+    if head is not None and config.num_draft:
+        drafter = made.drafter(method, config.num_draft, config.draft_sampling)
+        drafter = Scattered(drafter, made.preset.target.vocab_size, config.num_draft)
+        if model.synthetic_acceptance_length is not None:
+            accept = synthetic_acceptance(model.synthetic_acceptance_length, config.num_draft)
+    tokenizer = None if model.tokenizer is None else Tokenizer(model.tokenizer)
+    parts = dict(tokenizer=tokenizer, drafter=drafter, accept=accept)
+    return engine_of(settings, config, made.target, head, **parts)
+
+
+def save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Writes tokenizer.json: the bytes, then made-up tokens of a few letters, every second with a space in front.
+
+    A text is encoded byte by byte; each id has a text of its own, so that decoding is the work of a real model.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spaced = ["", "\u0120"]  # the space of byte-level tokenizers
+    tokens = [*alphabet, *(spaced[i % 2] + _letters(i) for i in range(_NUM_BYTES, vocab_size))]
+    vocab = {token: i for i, token in enumerate(tokens[:vocab_size])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+
+
+def _letters(number: int) -> str:
+    """A number in base 26."""
+    found = ""
+    while number:
+        number, place = divmod(number, len(string.ascii_lowercase))
+        found = string.ascii_lowercase[place] + found
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code."""
+    from serving.__main__ import main as serve
+
+    parser = argparse.ArgumentParser(prog="bench.random_server", allow_abbrev=False)
+    parser.add_argument("--preset", required=True)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--synthetic-acceptance-length", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    own, options = parser.parse_known_args(arguments)
+    try:
+        check_preset(own.preset)
+    except ConfigError as error:
+        parser.error(str(error))
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(Path(folder), PRESETS[own.preset.removesuffix(PRESET_SUFFIX)].vocab_size)
+        model = RandomModel(**vars(own), tokenizer=folder)
+        os.environ[_VARIABLE] = json.dumps(asdict(model))
+        return serve(["--served-model-name", own.preset, *options], make_engine=make_engine)
+
+
+if __name__ == "__main__":
+    # By its name, so that another process finds `make_engine` in the module and not in `__main__`.
+    from bench import random_server
+
+    sys.exit(random_server.main())
