@@ -16,6 +16,8 @@ from peagle_jax.engine.round_times import RoundTimes
 from peagle_jax.engine.stats import SurvivalCounts
 from peagle_jax.plan import SurvivalReport
 
+_LARGE = 64
+"""Least batch bucket with a program of K = 1."""
 DECIDE_EVERY = 16
 """Rounds of a batch bucket between two choices."""
 EXPLORE_EVERY = 128
@@ -33,10 +35,11 @@ _log = logging.getLogger(__name__)
 def candidates(most: int, size: int, platform: str) -> tuple[int, ...]:
     """Values of K that compile for the batch bucket `size`, ascending; the last is `most`, J.
 
-    On a CPU a program compiles for seconds on the cores that also serve, so there are fewer. On the H200 K = 5 wins
-    nowhere more than 2 % over 3 and 7 at the measured times of rounds (docs/adaptive.md, "Candidates").
+    Each is a program to compile and to load, so values that win little are left out. At the times of rounds measured on
+    an H200, K = 5 is at most 2 % ahead of 3 and 7, and K = 1 pays in large batches only (docs/adaptive.md, "Candidates").
     """
-    steps = (0, 3) if platform == "cpu" else (0, 1, 3, 7, 15, 31)
+    steps = (0, 3) if platform == "cpu" or size < _LARGE else (0, 1, 3)
+    steps += () if platform == "cpu" else (7, 15, 31)
     return (*(k for k in steps if k < most), most)
 
 

@@ -72,7 +72,8 @@ GOOD, BAD = [0.95**i for i in range(1, 8)], [0.05] * 7
 
 
 def test_candidates_end_with_j_and_are_few_on_a_cpu():
-    assert candidates(7, 8, "gpu") == (0, 1, 3, 7)
+    assert candidates(7, 8, "gpu") == (0, 3, 7)
+    assert candidates(7, 64, "gpu") == (0, 1, 3, 7)
     assert candidates(7, 8, "cpu") == (0, 3, 7)
     for platform in ("cpu", "gpu", "tpu"):
         for most in range(1, 33):
