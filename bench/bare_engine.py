@@ -6,11 +6,12 @@ The process that loads the server must not use the device, whose memory the serv
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.random_server import RandomModel, random_engine
+from peagle_jax.config import ConfigError
 from peagle_jax.sampling_params import SamplingParams
 
 
@@ -32,10 +33,34 @@ class Cell:
 
 
 def in_child(function: Callable, *arguments) -> Any:
-    """The result of a function in a process of its own, which ends before this returns."""
+    """The result of a function in a process of its own, which has ended when this returns or raises.
+
+    Raises:
+      ConfigError: the process ended without a result.
+      Exception: what the function raised.
+    """
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(function, *arguments).result()
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_send, args=(theirs, function, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        result = ours.recv()
+    except EOFError as error:
+        raise ConfigError("the process of the bare engine ended without a result") from error
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _send(pipe: Connection, function: Callable, arguments: tuple) -> None:
+    try:
+        pipe.send(function(*arguments))
+    except Exception as error:  # the first process raises it
+        pipe.send(error)
 
 
 def measure(model: RandomModel, options: Sequence[str], cells: Sequence[Cell]) -> list[dict]:

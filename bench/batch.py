@@ -122,7 +122,8 @@ def batch(options: BatchOptions) -> int:
 def _with_file(line: tuple[str, ...], options: BatchOptions) -> tuple[str, ...]:
     """The arguments with the file for rows, and the commit."""
     sha = ("--sha", options.commit) if options.commit else ()
-    return (*line, "--out", str(options.out), *sha)
+    place = line.index("--") if "--" in line else len(line)  # options of a server stand behind it
+    return (*line[:place], "--out", str(options.out), *sha, *line[place:])
 
 
 def _parsed(line: tuple[str, ...]) -> tuple[Command, Options]:

@@ -12,7 +12,7 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
-from bench import head_tables, headline, labels, load_page
+from bench import head_tables, headline, labels, load_page, served_page
 from peagle_jax.plotting import figure_with_panels
 
 _COLOURS = {"none": "black", "eagle3": "tab:blue", "peagle": "tab:orange"}
@@ -136,6 +136,18 @@ def plot_shape(chosen: list[dict], path: Path) -> None:
     _save(figure, panels, path, chosen)
 
 
+def plot_served(chosen: list[dict], path: Path) -> None:
+    """Tokens per second over concurrency: of the bare engine, and by each protocol."""
+    figure, panels = figure_with_panels(1)
+    for name, points in served_page.lines_of(chosen).items():
+        style = "--" if name == "bare engine" else "o-"
+        panels[0].plot(*zip(*points, strict=True), style, label=name, markersize=4)
+    _concurrencies(panels[0], chosen)
+    title = f"{_panel_title(labels.settings(chosen)[0][0])}\ncommit {labels.listed(chosen, 'sha')}"
+    panels[0].set(title=title, ylabel="output tokens/s")
+    _save(figure, panels, path, chosen)
+
+
 def plot_rounds(chosen: list[dict], path: Path) -> None:
     """Milliseconds of a round beside another engine's, a panel per method.
 
@@ -256,6 +268,7 @@ PLOTS: dict[str, tuple[Callable[[list[dict]], list[dict]], Callable[[list[dict],
     ),
     "acceptance": (of_kind("acceptance"), plot_acceptance),
     "shape": (headline.shape_rows, plot_shape),
+    "served": (served_page.speed_rows, plot_served),
     "rounds": (_beside, plot_rounds),
     "train_step": (of_kind("train-step"), plot_train_step),
     "ablations": (_longest_cells, plot_ablations),

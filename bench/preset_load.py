@@ -23,7 +23,6 @@ from serving.protos.peagle_v1_pb2_grpc import GenerationStub
 from serving.sources import resolve
 
 _POLL = 0.1
-_BARE_CALLS = 4  # for each client, of a run with a --duration
 _WARM_UP_TOKENS = 64
 _BARE = ("tokens_per_second", "ms_per_round", "ttft_ms_median", "acceptance_length")
 
@@ -128,7 +127,7 @@ def shortened(call: Call) -> Call:
 def add_bare(options: Options, serve_options: Sequence[str], measured: Sequence[Measured]) -> None:
     """Adds to the rows what the bare engine does with the same calls. The server must have ended."""
     by_load = {(one.row["concurrency"], one.row["rate"]): one for one in measured}
-    cells = [_cell(options, one) for one in by_load.values()]
+    cells = [_cell(one) for one in by_load.values()]
     found = in_child(measure, model_of(options), list(serve_options), cells)
     for load, bare in zip(by_load, found, strict=True):
         for one in measured:
@@ -138,20 +137,19 @@ def add_bare(options: Options, serve_options: Sequence[str], measured: Sequence[
                 one.row["served_over_bare"] = speeds[0] / speeds[1]
 
 
-def _cell(options: Options, one: Measured) -> Cell:
+def _cell(one: Measured) -> Cell:
     concurrency = one.row["concurrency"]
-    todo = one.todo if options.duration is None else one.todo[: _BARE_CALLS * concurrency]
     params = lambda call: SamplingParams(
         max_tokens=call.request.stopping.max_tokens,
         temperature=call.request.sampling.temperature,
         ignore_eos=True,
     )
     return Cell(
-        prompts=[list(call.request.tokens.ids) for call in todo],
-        params=[params(call) for call in todo],
-        warm_up=[params(shortened(call)) for call in todo[: concurrency or 1]],
+        prompts=[list(call.request.tokens.ids) for call in one.todo],
+        params=[params(call) for call in one.todo],
+        warm_up=[params(shortened(call)) for call in one.todo[: concurrency or 1]],
         concurrency=concurrency,
-        starts=None if concurrency is not None else [call.start for call in todo],
+        starts=None if concurrency is not None else [call.start for call in one.todo],
     )
 
 

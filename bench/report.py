@@ -24,6 +24,7 @@ from bench import (
     prefix_page,
     replicas,
     rows,
+    served_page,
     structured_page,
     tried,
 )
@@ -73,6 +74,7 @@ _KEYS = {
     "lossless-warm": (*_RUN, "layers"),
     "filtered-step": filtered_page.KEY,
     "repeated-step": (*_RUN, "tensor_parallel", "rounds_per_call"),
+    "served": served_page.KEY,
     **parallel_page.KEYS,
 }
 """Fields that identify a measurement of the other kinds."""
@@ -287,6 +289,9 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
     "masks": ("masks", structured_page.masks_table),
     **parallel_page.TABLES,
     "filtered": ("filtered-step", filtered_page.filtered_table),
+    "served": ("served", served_page.served_table),
+    "served-speed": (("served", "decode-step", "reference"), served_page.speed_table),
+    "served-figure": (("served", "decode-step"), served_page.speed_figure),
     "hostile": ("hostile", lambda measured: tried.hostile_table(measured, labels.markdown)),
 }
 """Table name -> (kind or kinds of rows, what they look like)."""
@@ -303,7 +308,8 @@ def render(name: str, measured: list[dict]) -> str:
     kinds, draw = TABLES[name]
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     chosen = [row for row in measured if row["kind"] in kinds]
-    if not chosen and name != "ladder":  # which shows predictions
+    # The ladder shows predictions; served models are left out until there are rows.
+    if not chosen and name not in ("ladder", "served"):
         raise ConfigError(f"bench:{name} needs {' or '.join(kinds)} rows and there are none")
     return draw(chosen)
 

@@ -12,21 +12,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import batch, decode_step, lossless, random_models, side_by_side
+from bench import batch, decode_step, lossless, random_models, serve_load, side_by_side
 from bench.__main__ import main
 from bench.batch import Part, parts_of
+from bench.commands.batch import BatchOptions
 from bench.deviceless import specs_of
 from bench.presets import preset
 from bench.rows import DATA
 from bench.sizes import count
 from peagle_jax.config import ConfigError
 from peagle_jax.parallel.shares import check_shares
+from serving.sources import resolve
 from tests.conftest import CHEAP
 from tests.waiting import LIMIT
 
 TWO_GPUS = DATA / "two_gpus.txt"
 TWO_SMALL_GPUS = DATA / "two_gpus_80gb.txt"
 ONE_GPU = DATA / "one_gpu.txt"
+SERVED = DATA / "served.txt"
 TINY_SIZES = "--method peagle -K 2 --temperature 0 --prompt-tokens 24 --max-tokens 24 --prefills 1"
 ROOT = Path(__file__).parents[2]
 
@@ -184,6 +187,20 @@ def test_the_commands_for_one_gpu_name_what_exists():
             assert set(options.spec or ()) <= set(known)
         else:
             assert {"decode-step": decode_step, "lossless": lossless}[command.name].work(options)
+
+
+def test_the_commands_for_served_models_end_in_time_and_keep_the_options_of_the_server(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    options = BatchOptions(file=SERVED, out=file, sha="abc")
+    parts = parts_of(SERVED.read_text())
+    assert all(part.seconds < 480 for part in parts)
+    for line in [line for part in parts for line in part.lines]:
+        _, found = batch._parsed(batch._with_file(line, options))
+        serve_load._check(found)
+        assert (found.out, found.sha) == (file, "abc")
+        settings, _ = resolve(serve_load._options(found))
+        assert settings.max_num_seqs >= (128 if found.rate else max(found.concurrency))
+        assert found.prompt_tokens + found.max_tokens <= settings.max_model_len
 
 
 def test_replicas_have_devices_of_their_own(monkeypatch):

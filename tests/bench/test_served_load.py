@@ -1,0 +1,267 @@
+"""Load on a served full-size model: clients of both protocols, the bare engine beside, and the tables of the rows."""
+
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import threading
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench import report, served_page
+from bench.__main__ import main
+from bench.bare_engine import in_child
+from bench.latency import Outcome, gap_figures
+from bench.load_clients import Call, Clients, http_body
+from bench.random_server import save_tokenizer
+from bench.timing import drive
+from peagle_jax import SamplingParams
+from peagle_jax.config import ConfigError
+from peagle_jax.text import Tokenizer
+from serving.protos import peagle_v1_pb2 as pb
+from tests.bench.test_report import row
+from tests.conftest import CHEAP
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_a_served_preset_has_rows_of_both_protocols_beside_the_bare_engine(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    small = ROOT / "tests" / "bench" / "small_presets"
+    mine = os.environ | {
+        "PYTHONPATH": f"{small}{os.pathsep}{ROOT}", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": CHEAP,
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "bench", "serve-load", "--preset", "qwen3-0.6b", "--layers", "1", "--no-cache",
+        "--synthetic-acceptance-length", "2.5", "--protocols", "grpc,http", "--concurrency", "2", "--client-processes", "2",
+        "--num-requests", "6", "--prompt-tokens", "24", "--max-tokens", "20", "--sha", "abc", "--out", str(out), "--",
+        "--max-model-len", "64", "--num-speculative-tokens", "3", "--adaptive", "off", "--prefill-chunk", "32",
+    ]  # fmt: skip
+    made = subprocess.run(command, env=mine, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr[-3000:]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [one["protocol"] for one in rows] == ["grpc", "http"]
+    for one in rows:
+        assert (one["kind"], one["model"]) == ("served", "qwen3-0.6b (1 of 2 layers)")
+        assert (one["codes"], one["tokens"], one["max_num_seqs"]) == ({"OK": 6}, 120, 2)
+        assert 2 < one["acceptance_length"] <= 3
+        assert 0 < one["port_seconds"] < one["serving_seconds"] < one["programs_seconds"]
+        assert 0 < one["gap_ms"]["p50"] <= one["gap_ms"]["max"]
+        assert 0 < one["gap_max_at"] < one["seconds"]
+        assert one["ttft_ms"]["p50"] > 0 < one["tpot_ms"]["p90"]
+        assert sum(process["resident_mib"] for process in one["processes"]) > 50
+        speeds = one["tokens_per_second"], one["bare_tokens_per_second"]
+        assert one["served_over_bare"] == pytest.approx(speeds[0] / speeds[1], rel=1e-3)
+        assert 2 < one["bare_acceptance_length"] <= 3
+    assert "OK:6" in made.stdout
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+TOKENS = b'data: {"choices": [{"text": "ab"}]}\n\n'
+USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 7}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+WHOLE = HEAD + chunk(TOKENS) + chunk(TOKENS) + chunk(USAGE) + chunk(DONE) + b"0\r\n\r\n"
+ANSWERS = {
+    "whole": ([WHOLE, WHOLE], ["OK", "OK"], [7, 7]),
+    "in pieces": ([WHOLE[i : i + 9] for i in range(0, len(WHOLE), 9)], ["OK"], [7]),
+    "refused": ([b"HTTP/1.1 429 Too Many\r\ncontent-length: 0\r\n\r\n"], ["HTTP 429"], [0]),
+    "cut short": ([HEAD + chunk(TOKENS)], ["LOST"], [0]),
+    "failed": (
+        [HEAD + chunk(TOKENS) + chunk(b'data: {"error": {}}\n\n') + chunk(DONE) + b"0\r\n\r\n"],
+        ["ERROR"],
+        [0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_client_of_http_reads_streams_of_one_connection(name):
+    """A server that answers each request of a connection with the next text, or with all of them in pieces."""
+    texts, codes, counts = ANSWERS[name]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                for index, text in enumerate(texts):
+                    if index < len(codes):
+                        connection.recv(65536)
+                    connection.sendall(text)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        request = pb.GenerateRequest(stopping=pb.Stopping(max_tokens=7))
+        request.tokens.ids.extend([1, 2])
+        address = "{}:{}".format(*listener.getsockname())
+        with Clients(6) as clients:
+            todo = [Call(request=request)] * len(codes)
+            loaded = clients.load(todo, address=address, protocol="http", concurrency=1)
+        thread.join()
+    assert [one.code for one in loaded.outcomes] == codes
+    assert [one.num_tokens for one in loaded.outcomes] == counts
+    assert all(len(one.arrivals) >= (one.code == "OK") for one in loaded.outcomes)
+    assert json.loads(http_body(request))["prompt"] == [1, 2]
+
+
+def test_client_processes_end_with_the_load():
+    before = set(multiprocessing.active_children())
+    with Clients(2) as clients:
+        clients._start(2)
+        started = set(multiprocessing.active_children()) - before
+        assert len(started) == 2
+    for process in started:
+        process.join()
+        assert process.exitcode == 0
+
+
+def test_the_longest_gap_is_that_of_any_stream_and_has_a_time():
+    one, other = Outcome(sent=10.0), Outcome(sent=10.0)
+    one.arrivals = array("d", [10.0, 10.1, 10.2])
+    other.arrivals = array("d", [10.0, 12.5])
+    found = gap_figures([one, other, Outcome(sent=10.0)], 10.0)
+    assert found["gap_ms"]["p50"] == pytest.approx(100)
+    assert (found["gap_ms"]["max"], found["gap_max_at"]) == pytest.approx((2500, 2.5))
+    assert gap_figures([Outcome(sent=1.0)], 0.0) == {"gap_ms": None, "gap_max_at": None}
+
+
+@pytest.mark.parametrize("vocab_size", [256, 151936])
+def test_each_made_up_token_has_a_text_of_its_own(tmp_path, vocab_size):
+    save_tokenizer(tmp_path, vocab_size)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.vocab_size == vocab_size
+    texts = {tokenizer.bytes_of(token) for token in range(vocab_size)}
+    assert len(texts) == vocab_size
+    assert tokenizer.decode(tokenizer.encode("def é\n")) == "def é\n"
+
+
+class IdleEngine:
+    """Ends each request in the step after it came, and notes when it came."""
+
+    def __init__(self):
+        self.came: list[float] = []
+        self.scheduler = SimpleNamespace(active=[])
+        self._open: list = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._open)
+
+    def add_request(self, prompt, params):
+        self._open.append(SimpleNamespace(
+            prompt=prompt, output=[1], is_finished=True, error=None, rounds=1, arrival_time=0.0, first_token_time=0.0,
+            finish_time=1.0,
+        ))  # fmt: skip
+        self.came.append(drive_clock())
+        return self._open[-1]
+
+    def step(self):
+        done, self._open = self._open, []
+        return [(request, [1]) for request in done]
+
+
+def drive_clock() -> float:
+    return CLOCK[0]
+
+
+CLOCK = [0.0]
+
+
+def test_prompts_with_times_are_not_given_to_the_engine_before(monkeypatch):
+    CLOCK[0] = 100.0
+    sleep = lambda seconds: CLOCK.__setitem__(0, CLOCK[0] + seconds)
+    monkeypatch.setattr("bench.timing.time", SimpleNamespace(perf_counter=drive_clock, sleep=sleep))
+    engine = IdleEngine()
+    drive(engine, [[1]] * 3, SamplingParams(), concurrency=3, starts=[0.0, 0.5, 2.0])
+    assert engine.came == pytest.approx([100.0, 100.5, 102.0])
+
+
+def test_what_a_child_raises_is_raised_here():
+    assert in_child(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        in_child(divmod, 1, 0)
+    with pytest.raises(ConfigError, match="without a result"):
+        in_child(os._exit, 3)
+
+
+MISTAKES = {
+    "needs a --preset": ["--duration", "3"],
+    "leave out --address": ["--preset", "qwen3-0.6b", "--overhead"],
+    "unknown preset": ["--preset", "qwen9"],
+    "leave out --rate": ["--preset", "qwen3-0.6b", "--duration", "3", "--rate", "3"],
+    "whole free requests to a server that is started": [
+        "--protocols",
+        "http",
+        "--deadline-ms",
+        "9",
+    ],
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_are_one_line(tmp_path, capsys, message):
+    out = ["--out", str(tmp_path / "rows.jsonl"), "--sha", "abc", "--no-cache"]
+    assert main(["serve-load", *out, *MISTAKES[message]]) == 2
+    assert message in capsys.readouterr().err
+
+
+def served(protocol: str, concurrency: int, speed: float, **changes) -> dict:
+    found = row(
+        "served", "peagle", 7, model="qwen3-coder-30b-a3b-fp8", protocol=protocol, concurrency=concurrency, rate=None,
+        duration=None, prompt_tokens=512, synthetic_acceptance_length=3.1, tokens_per_second=speed,
+        bare_tokens_per_second=1000.0, served_over_bare=speed / 1000, codes={"OK": 32}, port_seconds=9.0,
+        serving_seconds=20.0, programs_seconds=21.0, programs_on_disk=4,
+        processes=[{"role": "engine", "resident_mib": 2048.0, "cpu_seconds": 1.0}],
+    )  # fmt: skip
+    figures = {
+        name: {"p50": 1.0, "p99": 2.0, "max": 3.0} for name in ("ttft_ms", "tpot_ms", "gap_ms")
+    }
+    return found | figures | changes
+
+
+SERVED = [served("grpc", 8, 970.0), served("http", 8, 950.0), served("http", 32, 940.0)]
+
+
+def test_served_rows_have_a_table_and_take_the_place_of_the_rounds_in_the_readme():
+    measured = report.newest([*SERVED, served("grpc", 8, 500.0, date="2025-01-01T00:00:00Z")])
+    text = report.render("served", measured)
+    assert (
+        "| 8 requests | gRPC | 970 | 1,000 | 0.97 | 1.0, 2.0 | 1.0, 2.0 | 1.0, 2.0, 3.0 | 32 OK |"
+        in text
+    )
+    assert "to SERVING 20 s" in text
+    text = report.render("served-speed", measured)
+    assert "| served by gRPC (of bare) | 970 (0.97) |  |" in text
+    assert "| served by HTTP (of bare) | 950 (0.95) | 940 (0.94) |" in text
+    assert "served.png" in report.render("served-figure", measured)
+    assert served_page.lines_of(measured)["bare engine"] == [(8, 1000.0), (32, 1000.0)]
+
+
+def test_without_served_rows_the_pages_show_none():
+    assert report.render("served", []) == ""
+    with pytest.raises(ConfigError, match="beside"):
+        report.render("served-speed", [row("decode-step", "none", 0)])
+
+
+def test_loads_of_other_kinds_are_lines_but_not_in_the_readme():
+    others = [
+        served("grpc", 128, 900.0, duration=200),
+        served("grpc", None, 800.0, rate=9.0),
+        {k: v for k, v in served("http", 1, 9.0).items() if "bare" not in k},
+    ]
+    text = report.render("served", others)
+    assert "| 128 requests, mixed lengths for 200 s | gRPC | 900 |" in text
+    assert "| 9 requests/s | gRPC |" in text
+    assert "| 1 requests | HTTP | 9 |  |  |" in text
+    assert served_page.speed_rows(others) == []
