@@ -173,7 +173,8 @@ class Engine:
             return tuple(RoundShape(size, self.config.first_num_draft(size)) for size in sizes)
         programs = self.programs
         rounds = programs.greedy_keys if only_greedy else programs.round_keys
-        return (*rounds, *programs.small_prefills)
+        # Prefills compile longest: begun last, they would be waited for alone.
+        return (*programs.small_prefills, *rounds)
 
     def run_once(self) -> None:
         """Runs each compiled program without a request. Call it before requests come: first calls take longer."""

@@ -14,6 +14,7 @@ conditional nodes make the launch of a graph slow.
 """
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -62,8 +63,8 @@ from peagle_jax.quantized_activations import with_activations
 from peagle_jax.ragged import ragged_step
 from peagle_jax.rounds import speculative_rounds
 
-AT_ONCE = 4
-"""Programs that a process compiles at the same time: in `Programs.warm_up`, and as a follower."""
+AT_ONCE = max(4, min(8, (os.cpu_count() or 1) // 2))
+"""Programs that a process loads or compiles at the same time: in `Programs.warm_up`, and as a follower."""
 
 _FIRST_CALLS = 2
 

@@ -62,12 +62,14 @@ def greedy_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
     """Shapes that also have a program for batches of greedy requests, in the order in which they compile.
 
     Only the first round of each batch bucket has one: another program for each K would double the time
-    to compile them all. Sampled drafts need their requests' temperatures. `greedy_rounds` None compiles them on
-    GPUs, and where a call runs several rounds.
+    to compile them all. Sampled drafts need their requests' temperatures. `greedy_rounds` None compiles them where a
+    call runs several rounds, and on GPUs for plain decoding, where the host decides the time of one request's round. With
+    drafts they win less than 1 % of a large model's round (docs/adaptive.md, "Candidates").
     """
     wanted = config.greedy_rounds
     if wanted is None:
-        wanted = dispatch.platform() == "cuda" or config.repeat > 1
+        is_plain = dispatch.platform() == "cuda" and config.num_draft == 0
+        wanted = is_plain or config.repeat > 1
     if not wanted or config.draft_sampling == "sample":
         return ()
     most = _MOST_GREEDY if config.repeat == 1 else config.max_num_seqs

@@ -1,0 +1,125 @@
+"""Programs that child processes compile onto disk: what the engine loads, and children that fail."""
+
+import contextlib
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from peagle_jax import Engine, EngineConfig, SamplingParams, step
+from peagle_jax.engine.compilation import CompileError, Progress
+from peagle_jax.engine.stored_programs import keep_in
+from peagle_jax.verify import verify
+from tests import tiny
+
+CONFIG = EngineConfig(
+    num_draft=2, max_num_seqs=1, max_model_len=64, page_size=4, greedy_rounds=False
+)
+PROMPT, PARAMS = [3, 4, 5, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True)
+STARTED = "TEST_COMPILATION_STARTED"
+"""Names a file for the rules below, which children import from here."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Programs are kept here during the test."""
+    monkeypatch.setenv(STARTED, str(tmp_path / "started"))
+    keep_in(tmp_path / "programs")
+    yield tmp_path / "programs"
+    keep_in(None)
+
+
+def dies_once(*operands, **rules):
+    """The engine's rule; the first child that traces it is killed."""
+    with contextlib.suppress(FileExistsError):
+        Path(os.environ[STARTED]).touch(exist_ok=False)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return verify(*operands, **rules)
+
+
+def dies(*operands, **rules):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_refused(*operands, **rules):
+    raise NotImplementedError("this rule has\nno kernel")
+
+
+def never_ends(*operands, **rules):
+    Path(os.environ[STARTED]).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+for rule in (dies_once, dies, is_refused, never_ends):
+    rule.program_key = rule.__name__
+
+
+def engine(accept=verify) -> Engine:
+    head = tiny.head(**tiny.HEAD_OF_ONE_LAYER)
+    return Engine(tiny.target(**tiny.ONE_LAYER), head, CONFIG, accept=accept)
+
+
+def refuse(*operands, **rules):
+    raise AssertionError("this process traces a program")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are found in /proc")
+def test_the_engine_loads_what_children_compiled_although_one_died(folder, monkeypatch):
+    expected = engine().generate([PROMPT], PARAMS)[0].tokens
+    loading, reported, done = engine(dies_once), [], []
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "prefill", refuse)
+        patch.setattr(step, "speculative_step", refuse)
+        loading.compile_missing(report=reported.append, on_done=done.append)
+        assert loading.missing_on_disk() == ()
+        loading.warm_up()
+    assert loading.generate([PROMPT], PARAMS)[0].tokens == expected
+    assert len(done) == len(set(done)) == 3  # prefill, rounds, controls
+    assert [progress.done for progress in reported] == [0, 1, 2, 3]
+    assert {progress.total for progress in reported} == {3}
+    loading.compile_missing(report=refuse)  # nothing is missing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("accept", "reason"),
+    [(dies, "ended with signal SIGKILL, twice"), (is_refused, "NotImplementedError: this rule has no kernel")],
+)  # fmt: skip
+def test_a_program_that_cannot_be_compiled_is_named(folder, accept, reason):
+    with pytest.raises(CompileError, match="the program of .* cannot be compiled: .*") as caught:
+        engine(accept).compile_missing()
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_full_disk_compiles_in_this_process(folder, caplog):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    loading = engine()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # of the children too
+    try:
+        loading.compile_missing()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"compiles in this process: it cannot be kept in {folder}" in caplog.text
+    assert len(loading.generate([PROMPT], PARAMS)[0].tokens) == PARAMS.max_tokens
+
+
+@pytest.mark.slow
+def test_children_end_in_the_middle_of_a_program_once_they_must(folder):
+    started = Path(os.environ[STARTED])
+    begin = time.monotonic()
+    engine(never_ends).compile_missing(must_end=started.exists)
+    assert time.monotonic() - begin < 300
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+
+
+def test_progress_tells_how_long_the_rest_takes():
+    assert str(Progress(0, 9, 0.0)) == "compiled 0 of 9 programs, 0 s"
+    assert str(Progress(3, 9, 12.0)) == "compiled 3 of 9 programs, 12 s, about 24 s left"
+    assert str(Progress(9, 9, 36.0)) == "compiled 9 of 9 programs, 36 s"
