@@ -90,7 +90,7 @@ def test_the_engine_loads_what_children_compiled_although_one_died(folder, monke
     [(dies, "ended with signal SIGKILL, twice"), (is_refused, "NotImplementedError: this rule has no kernel")],
 )  # fmt: skip
 def test_a_program_that_cannot_be_compiled_is_named(folder, accept, reason):
-    with pytest.raises(CompileError, match="the program of .* cannot be compiled: .*") as caught:
+    with pytest.raises(CompileError, match=r"the program of .* cannot be compiled: .*") as caught:
         engine(accept).compile_missing()
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
