@@ -27,7 +27,7 @@ def _convert(*arguments: object) -> str:
     return done.stdout
 
 
-def _evict(folder: Path) -> None:
+def evict(folder: Path) -> None:
     """Evicts the folder's files from the page cache, so that they are read from disk."""
     for path in folder.rglob("*"):
         if path.is_file():
@@ -62,10 +62,10 @@ def conversion(options: Options) -> dict:
         form = ["--quantization", options.quantization, *layers]
         _convert("synthetic", options.preset, source, *form)
         nbytes = sum(path.stat().st_size for path in source.iterdir())
-        _evict(source)
+        evict(source)
         copy_seconds = _copy(source, copied)
         shutil.rmtree(copied)
-        _evict(source)
+        evict(source)
         seconds, peak = map(float, _LAST_LINE.search(_convert("convert", source, made)).groups())
         verdict = _convert("verify", source, made, "--no-logits").splitlines()[0]
     finally:

@@ -14,6 +14,7 @@ from bench.commands import (
     hostile,
     humaneval,
     kernels,
+    load_times,
     lossless,
     matrix,
     prefix_cache,
@@ -43,7 +44,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
     "Correctness": (lossless.COMMAND, reliability.COMMAND, matrix.COMMAND),
     "The server": (serve_load.COMMAND, hostile.COMMAND),
-    "Conversion": (conversion.COMMAND,),
+    "Weights on disk": (conversion.COMMAND, load_times.COMMAND),
     "Tables and plots": (report.COMMAND,),
 }  # fmt: skip
 COMMANDS = {command.name: command for commands in GROUPS.values() for command in commands}

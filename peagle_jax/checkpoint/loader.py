@@ -1,6 +1,6 @@
-"""Loads and saves models, one parameter at a time.
+"""Loads and saves models.
 
-Weights stay memory-mapped until their parameter is built. Quantised weights keep their format.
+`streaming` reads the weights in several threads. Quantised weights keep their format.
 """
 
 import json
@@ -15,13 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pallas_kernels import dispatch
+from peagle_jax.checkpoint.assembly import (
+    Assembly,
+    ConvertedAssembly,
+    FileAssembly,
+    Sharing,
+    stored_dtype,
+)
 from peagle_jax.checkpoint.checked import checked_head, checked_target, naming
 from peagle_jax.checkpoint.converted import Converted, joined, open_checkpoint
 from peagle_jax.checkpoint.fields import read_config
 from peagle_jax.checkpoint.head_json import head_json, head_unread_keys
-from peagle_jax.checkpoint.layout import FP8, PACKED, Layout, Rule
+from peagle_jax.checkpoint.layout import PACKED, Layout, Rule
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, write
-from peagle_jax.checkpoint.share_reader import read_share
+from peagle_jax.checkpoint.streaming import stream
 from peagle_jax.checkpoint.tables import (
     head_layout,
     head_tensors,
@@ -30,7 +38,7 @@ from peagle_jax.checkpoint.tables import (
 )
 from peagle_jax.checkpoint.target_json import target_unread_keys
 from peagle_jax.checkpoint.target_writer import target_json
-from peagle_jax.config import TargetConfig
+from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.draft_head import DraftHead
 from peagle_jax.models import Decoder, build
 from peagle_jax.parallel.devices import ONE_DEVICE, Devices, local_modules
@@ -60,15 +68,6 @@ def _check_shapes(params: dict, layout: Layout, tensors: dict[str, TensorInfo]) 
         assert shape == wanted, f"the table makes {path} {shape}, the model has {wanted}"
 
 
-def _stored(array: np.ndarray, leaf: str, dtype: str) -> np.ndarray:
-    """Casts to the parameter's dtype on the device; quantised values and packed scales are unchanged."""
-    if array.dtype in (FP8, PACKED):
-        return array
-    if leaf == "d2t":
-        return array.astype(np.int32)
-    return np.asarray(array, dtype=jnp.float32 if leaf == "scale" else jnp.dtype(dtype))
-
-
 def _fill(
     module: nnx.Module,
     layout: Layout,
@@ -81,70 +80,87 @@ def _fill(
     if devices.count > 1:
         check_shares(module.config, devices.count)
         local_modules(module, module.config, devices.count)
-        if quantization is None:
-            _fill_shares(module, layout, checkpoint, dtype, devices)
-            return
     params = dict(nnx.to_flat_state(nnx.state(module)))
     _check_shapes(params, layout, checkpoint.tensors)
-    for rule in layout.rules:
-        leaf = rule.path[-1]
-        array = joined(checkpoint, rule)
-        scale = None
-        if leaf == "scale":
-            scale = array
-        elif quantization and leaf == "weight" and rule.path[-2] in _QUANTIZABLE:
-            try:
-                array, scale = quantize_fp8(array)
-            except ValueError as error:
-                raise CheckpointError(f"{'.'.join(map(str, rule.path))}: {error}") from error
-        # Cast in numpy: a cast on the device would need memory for two copies of the weight.
-        if leaf != "scale":
-            cut = devices.cut_of(module.config, rule.path, array.shape, array.shape)
-            params[rule.path].set_value(devices.put(_stored(array, leaf, dtype), cut))
-        if scale is not None:
-            path = (*rule.path[:-1], "scale")
-            cut = devices.cut_of(module.config, path, scale.shape, array.shape)
-            value = devices.put(_stored(scale, "scale", dtype), cut)
+
+    def keep(rule: Rule, value: jax.Array) -> jax.Array:
+        if rule.path[-1] == "scale":
             _owner(module, rule).scale = nnx.Param(value)
+        else:
+            params[rule.path].set_value(value)
+        return value
+
+    if quantization:
+        _fill_quantized(module.config, layout, checkpoint, dtype, devices, keep)
+        return
+
+    def put(assembly: Assembly) -> jax.Array:
+        shares, cut = assembly.shares, assembly.sharing.cut
+        if cut is not None:
+            value = devices.assembled(assembly.shape, assembly.dtype, cut, shares.__getitem__)
+        elif devices.count > 1:
+            value = devices.put(shares[0], None)
+        else:
+            value = jax.device_put(shares[0])  # `jnp.asarray` would copy on this thread
+        return keep(assembly.rule, value)
+
+    assemblies = _assemblies(module.config, layout, checkpoint, dtype, devices)
+    stream(assemblies, put, is_copied=dispatch.platform() != "cpu")
 
 
-def _fill_shares(
-    module: nnx.Module,
+def _assemblies(
+    config: TargetConfig | DrafterConfig,
     layout: Layout,
     checkpoint: Checkpoint | Converted,
     dtype: str,
     devices: Devices,
-) -> None:
-    """`_fill` for several devices: each gets its share, and the host holds one share at a time."""
-    params = dict(nnx.to_flat_state(nnx.state(module)))
-    _check_shapes(params, layout, checkpoint.tensors)
-    specs = {rule.path: _made(rule, checkpoint) for rule in layout.rules}
+) -> list[Assembly]:
+    """One for each parameter."""
+    kind = ConvertedAssembly if isinstance(checkpoint, Converted) else FileAssembly
+    shapes = {rule.path: _shape(rule, checkpoint) for rule in layout.rules}
+    found = []
     for rule in layout.rules:
-        leaf, shape = rule.path[-1], specs[rule.path].shape
-        weight = specs.get((*rule.path[:-1], "weight"), specs[rule.path])
-        cut = devices.cut_of(module.config, rule.path, shape, weight.shape)
-        if cut is None:
-            value = devices.put(_stored(joined(checkpoint, rule), leaf, dtype), None)
-        else:
-            stored = _stored(np.zeros(0, specs[rule.path].dtype), leaf, dtype).dtype
-            share = lambda rank, rule=rule, leaf=leaf, cut=cut: _stored(
-                read_share(checkpoint, rule, cut, rank, devices.count), leaf, dtype
-            )
-            value = devices.assembled(shape, stored, cut, share)
-        # Otherwise the host would hold the shares of many parameters, whose copies are still under way.
-        value.block_until_ready()
-        if leaf == "scale":
-            _owner(module, rule).scale = nnx.Param(value)
-        else:
-            params[rule.path].set_value(value)
+        shape = shapes[rule.path]
+        weight = shapes.get((*rule.path[:-1], "weight"), shape)
+        cut = devices.cut_of(config, rule.path, shape, weight)
+        stored = checkpoint.tensors[rule.names[0]].dtype
+        sharing = Sharing(cut, devices.ranks, devices.count)
+        found.append(kind(checkpoint, rule, stored_dtype(stored, rule.path[-1], dtype), sharing))
+    return found
 
 
-def _made(rule: Rule, checkpoint: Checkpoint | Converted) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the parameter that a rule makes, as the checkpoint stores it."""
-    infos = [checkpoint.tensors[name] for name in rule.names]
-    return jax.ShapeDtypeStruct(
-        rule.transform.shape([info.shape for info in infos]), infos[0].dtype
-    )
+def _shape(rule: Rule, checkpoint: Checkpoint | Converted) -> tuple[int, ...]:
+    """Of the parameter that a rule makes, as the checkpoint stores it."""
+    return rule.transform.shape([checkpoint.tensors[name].shape for name in rule.names])
+
+
+def _fill_quantized(
+    config: TargetConfig | DrafterConfig,
+    layout: Layout,
+    checkpoint: Checkpoint | Converted,
+    dtype: str,
+    devices: Devices,
+    keep: Callable[[Rule, jax.Array], jax.Array],
+) -> None:
+    """Quantises matrices to fp8, one whole parameter after the other."""
+
+    def put(path: tuple, array: np.ndarray, weight: np.ndarray) -> jax.Array:
+        # Cast in numpy: a cast on the device would need memory for two copies of the weight.
+        cast = np.asarray(array, dtype=stored_dtype(array.dtype, path[-1], dtype))
+        return devices.put(cast, devices.cut_of(config, path, array.shape, weight.shape))
+
+    for rule in layout.rules:
+        array = joined(checkpoint, rule)
+        if rule.path[-1] != "weight" or rule.path[-2] not in _QUANTIZABLE:
+            keep(rule, put(rule.path, array, array))
+            continue
+        try:
+            array, scale = quantize_fp8(array)
+        except ValueError as error:
+            raise CheckpointError(f"{'.'.join(map(str, rule.path))}: {error}") from error
+        keep(rule, put(rule.path, array, array))
+        path = (*rule.path[:-1], "scale")
+        keep(rule._replace(path=path), put(path, scale, array))
 
 
 def _name_unread_keys(folder: Path, unread_keys: Callable[[dict], list[str]]) -> None:

@@ -235,13 +235,16 @@ class StackScales:
         return Scales((self.rows,), self.columns)
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
-        results = {self._one.shape([shape]) for shape in shapes}
+        results = {self._one.shape([shape]) for shape in set(shapes)}
         if len(results) > 1:
             raise CheckpointError("the experts' scales have different forms")
         return Stack(self.group).shape([results.pop()] * len(shapes))
 
     def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        return Stack(self.group).join([self._one.join([part]) for part in parts])
+        shapes = {part.shape for part in parts}
+        if any(shape != self._one.shape([shape]) for shape in shapes):
+            parts = [self._one.join([part]) for part in parts]
+        return Stack(self.group).join(parts)
 
     def split(self, array: np.ndarray, like: Sequence[Like]) -> list[np.ndarray]:
         flat = array.reshape(len(like), *array.shape[-2:])

@@ -123,6 +123,11 @@ class Devices:
         return jax.make_array_from_single_device_arrays(leaf.shape, self.sharding(), copies)
 
     @property
+    def ranks(self) -> list[int]:
+        """Ranks of the devices of this process."""
+        return [0] if self.mesh is None else [rank for rank, _ in self._own]
+
+    @property
     def _own(self) -> list[tuple[int, jax.Device]]:
         """Rank and device of those that belong to this process."""
         ranked = enumerate(self.mesh.devices)
