@@ -52,10 +52,10 @@ class TensorInfo:
 
 
 def _unique(pairs: list[tuple]) -> dict:
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
+    found = dict(pairs)
+    if len(found) < len(pairs):
         raise ValueError("a name is used twice")
-    return dict(pairs)
+    return found
 
 
 def _whole(n) -> int:
