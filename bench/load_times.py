@@ -41,7 +41,7 @@ def load_times(options: Options) -> list[dict]:
             folder = work / "converted"
             _child("-m", "convert", "convert", str(work / "source"), str(folder))
             shutil.rmtree(work / "source")
-        measured = [_measured(folder, options.tensor_parallel, cold) for cold in (True, False)]
+        measured = [_measured(folder, options, is_cold=cold) for cold in (True, False)]
     finally:
         shutil.rmtree(work, ignore_errors=True)
     common = {
@@ -59,17 +59,18 @@ def load_times(options: Options) -> list[dict]:
     return done
 
 
-def _measured(folder: Path, tensor_parallel: int, is_cold: bool) -> dict:
+def _measured(folder: Path, options: Options, *, is_cold: bool) -> dict:
     """A plain read and a load, both from the disk, or both from the page cache."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    if is_cold:
-        evict(folder)
+    # The pages of a file that several threads read first are smaller and slower to read again (measured: a half).
+    evict(folder)
     plain = _plain_read(files)
     if is_cold:
         evict(folder)
-    loaded = json.loads(
-        _child("-m", "bench.load_times", str(folder), str(tensor_parallel)).splitlines()[-1]
-    )
+    else:
+        plain = _plain_read(files)
+    arguments = [str(folder), str(options.tensor_parallel), *(["verify"] if options.verify else [])]
+    loaded = json.loads(_child("-m", "bench.load_times", *arguments).splitlines()[-1])
     nbytes = sum(path.stat().st_size for path in files)
     return {
         "cache": "cold" if is_cold else "warm",
@@ -106,12 +107,15 @@ def _anonymous() -> int:
     return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
 
 
-def loaded(folder: str, tensor_parallel: int) -> dict:
+def loaded(folder: str, tensor_parallel: int, verify: bool) -> dict:
     """Loads the target; runs in the child process.
+
+    Args:
+      verify: compare every bit with parameters that are joined from mapped files, outside of the measured time.
 
     Returns:
       `seconds` from files until the device has all weights in the order that its kernels read, `order_seconds` of
-      them for that order, the most anonymous `bytes` meanwhile, and those before.
+      them for that order, the most anonymous bytes before that, and those at the start.
     """
     import jax
     import jax.numpy as jnp
@@ -134,20 +138,46 @@ def loaded(folder: str, tensor_parallel: int) -> dict:
         start = time.perf_counter()
         target = load_target(folder, dtype="bfloat16", devices=devices)
         jax.block_until_ready(jax.tree.leaves(target))
-        read = time.perf_counter()
-        order_weights(target, "bf16")
-        jax.block_until_ready(jax.tree.leaves(target))
-        end = time.perf_counter()
+        read = time.perf_counter() - start
     finally:
         stopped.set()
         sampler.join()
+    highest = max(peak[0], _anonymous())
+    if verify:
+        _verify(target, Path(folder))
+    start = time.perf_counter()
+    order_weights(target, "bf16")
+    jax.block_until_ready(jax.tree.leaves(target))
+    order = time.perf_counter() - start
     return {
-        "seconds": end - start,
-        "order_seconds": end - read,
+        "seconds": read + order,
+        "order_seconds": order,
+        "verified": verify,
         "anonymous_bytes_before": before,
-        "peak_anonymous_bytes": max(peak[0], _anonymous()),
+        "peak_anonymous_bytes": highest,
     }
 
 
+def _verify(target, folder: Path) -> None:
+    """Raises `ConfigError` if a parameter is not, bit by bit, what its tensors are."""
+    import numpy as np
+    from flax import nnx
+
+    from peagle_jax.checkpoint.assembly import stored_dtype
+    from peagle_jax.checkpoint.checked import checked_target
+    from peagle_jax.checkpoint.converted import joined, open_checkpoint
+
+    checkpoint = open_checkpoint(folder)
+    _, layout = checked_target(folder, checkpoint)
+    params = {path: leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(target))}
+    for rule in layout.rules:
+        stored = joined(checkpoint, rule)
+        wanted = stored.astype(stored_dtype(stored.dtype, rule.path[-1], "bfloat16"), copy=False)
+        found = np.asarray(params[rule.path])
+        as_bytes = lambda array: np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if not np.array_equal(as_bytes(found), as_bytes(wanted)):
+            raise ConfigError(f"{'.'.join(map(str, rule.path))} is not what the file holds")
+
+
 if __name__ == "__main__":
-    print(json.dumps(loaded(sys.argv[1], int(sys.argv[2]))))
+    print(json.dumps(loaded(sys.argv[1], int(sys.argv[2]), "verify" in sys.argv[3:])))

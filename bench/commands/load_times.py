@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.command import Command, RowFileOptions, check_preset, option, positive, rows_file
+from peagle_jax.config import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +22,13 @@ class Options(RowFileOptions):
         "devices that share the model", default=1, type=positive, metavar="N"
     )
     converted: bool = option("read the output of peagle-convert instead", default=False)
+    verify: bool = option("compare every bit of the model with the files", default=False)
     out: Path = rows_file("load_times.jsonl")
 
     def check(self) -> None:
         check_preset(self.preset)
+        if self.verify and self.tensor_parallel > 1:
+            raise ConfigError("--verify compares whole parameters; drop --tensor-parallel")
 
 
 def run(options: Options) -> int:

@@ -2,14 +2,19 @@
 
 import json
 
+import jax
+import numpy as np
 import pytest
 
 from bench.__main__ import main
+from bench.load_times import _verify
+from peagle_jax.checkpoint import load_target
+from peagle_jax.config import ConfigError
 from peagle_jax.presets import PRESETS
-from tests.convert.conftest import TINY_MOE
+from tests.convert.conftest import GOLDEN, TINY_MOE
 
 
-@pytest.mark.parametrize("options", [[], ["--converted"]])
+@pytest.mark.parametrize("options", [["--verify"], ["--converted"]])
 def test_a_load_is_measured_beside_a_plain_read_and_cleared_away(tmp_path, monkeypatch, options):
     name = "qwen3-coder-30b-a3b"
     monkeypatch.setitem(PRESETS, name, TINY_MOE)
@@ -29,11 +34,24 @@ def test_a_load_is_measured_beside_a_plain_read_and_cleared_away(tmp_path, monke
     assert [row["cache"] for row in rows] == ["cold", "warm"]
     for row in rows:
         assert row["weights"] == "fp8"
-        assert row["converted"] == bool(options)
+        assert row["converted"] == ("--converted" in options)
+        assert row["verified"] == ("--verify" in options)
         assert row["seconds"] > row["order_seconds"] >= 0
         assert row["bytes"] > 1_000_000
         assert row["peak_anonymous_bytes"] >= row["anonymous_bytes_before"] > 0
     assert not work.exists()
+
+
+def test_a_model_with_a_wrong_bit_is_named():
+    folder = GOLDEN / "qwen3_moe-fp8"
+    target = load_target(folder, dtype="bfloat16")
+    _verify(target, folder)
+    weight = target.layers[1].mlp.down.weight
+    wrong = np.array(weight.get_value())
+    wrong.reshape(-1).view(np.uint8)[5] ^= 1
+    weight.set_value(jax.numpy.asarray(wrong))
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down\.weight is not what"):
+        _verify(target, folder)
 
 
 def test_a_folder_in_use_is_not_overwritten(tmp_path, capsys):
