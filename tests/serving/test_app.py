@@ -20,8 +20,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from peagle_jax import EngineConfig, runs
 from peagle_jax.config import ConfigError
 from peagle_jax.model_folders import embedded
-from serving.app import make_engine
 from serving.client import main
+from serving.engines import make_engine
 from serving.settings import Settings, read_models, served_name
 from tests.cli import conftest
 from tests.serving.certificates import authority, signed
