@@ -53,7 +53,7 @@ def make_engine(settings: Settings) -> "Engine":
 
 
 def random_engine(model: RandomModel, settings: Settings) -> "Engine":
-    """An engine as `serving.app.make_engine` makes it, with random weights; not yet warm.
+    """An engine as `serving.engines.make_engine` makes it, with random weights; not yet warm.
 
     Raises:
       ConfigError: settings of models in folders, or a model that cannot be made.

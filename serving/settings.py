@@ -350,7 +350,7 @@ class Settings(BaseSettings):
 
 
 def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
-    """Sizes of the engine; pages for `kv_cache_memory` are left to `app.make_engine`.
+    """Sizes of the engine; pages for `kv_cache_memory` are left to `engines.make_engine`.
 
     Raises:
       ConfigError: sizes that no engine can have.
