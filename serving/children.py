@@ -13,14 +13,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from serving.settings import Settings
-
 if TYPE_CHECKING:
     from peagle_jax import Engine
+    from serving.settings import Settings
 
 _log = logging.getLogger(__name__)
 _GRACE = 10.0
@@ -39,7 +38,7 @@ class Begin:
       cache_home: the user's cache folder; None is `~/.cache`.
     """
 
-    settings: Settings
+    settings: "Settings"
     make_engine: tuple[str, str]
     cache_home: str | None
 
@@ -64,36 +63,34 @@ def how_it_ended(process: subprocess.Popen) -> str:
 
 
 class Children:
-    """The other processes of a server.
-
-    Args:
-      num_servers: processes that serve clients, this one included.
+    """The other processes of a server. The engine's starts at once, and imports jax while its options are read.
 
     Attributes:
       engine: this process' end of the socket to the engine's process.
       controls: the ends of the sockets to the other servers, from process 1 on.
     """
 
-    def __init__(self, num_servers: int):
-        pairs = [socket.socketpair() for _ in range(num_servers)]
-        of_hub = [one for _, one in pairs]
-        self._engine_process = _start("serving.engine_process", of_hub)
-        self.engine = pairs[0][0]
+    def __init__(self):
+        self.engine, theirs = socket.socketpair()
+        self._engine_process = _start("serving.engine_process", [theirs])
+        theirs.close()
         self.controls: list[socket.socket] = []
         self.servers: list[subprocess.Popen] = []
-        for index in range(1, num_servers):
-            ours, theirs = socket.socketpair()
-            ends = pairs[index][0], theirs
-            self.servers.append(_start("serving.api_process", ends, str(index)))
-            self.controls.append(ours)
-        for one in (*of_hub, *(one for one, _ in pairs[1:])):
-            one.close()
 
     def begin(self, begin: Begin) -> None:
-        """Tells the engine's process what to serve."""
+        """Tells the engine's process what to serve, and starts the other servers."""
         from serving.frames import encode  # numpy, which --help and mistakes do not need
 
+        pairs = [socket.socketpair() for _ in range(1, begin.settings.num_servers)]
+        socket.send_fds(self.engine, [b"\0"], [one.fileno() for one, _ in pairs])
         self.engine.sendall(encode(("begin", begin)))
+        for index, (of_hub, of_server) in enumerate(pairs, start=1):
+            ours, theirs = socket.socketpair()
+            ends = [of_server, theirs]
+            self.servers.append(_start("serving.api_process", ends, str(index)))
+            self.controls.append(ours)
+            for one in (of_hub, *ends):
+                one.close()
 
     def how_the_engine_ended(self) -> str:
         """See `how_it_ended`."""
@@ -145,9 +142,7 @@ class Children:
                 one.wait()
 
 
-def _start(
-    module: str, sockets: "tuple[socket.socket, ...] | list", *arguments: str
-) -> subprocess.Popen:
+def _start(module: str, sockets: Sequence[socket.socket], *arguments: str) -> subprocess.Popen:
     numbers = [one.fileno() for one in sockets]
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, numbers), *arguments],

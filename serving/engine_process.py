@@ -1,16 +1,15 @@
 """The process of the engine: it holds jax, the weights, the scheduler and the pages, and talks to no client.
 
-    python -m serving.engine_process DESCRIPTOR...
+    python -m serving.engine_process DESCRIPTOR
 
-The descriptors are sockets to the processes that serve clients (`hub`); `children` starts this process. It imports jax
-before it knows what to serve, while the first process reads options and files.
+The descriptor is a socket to the first process of the server; `children` starts this one. It imports jax while the first
+process reads options and files. Then it gets the sockets to the other processes that serve clients, and what to serve.
 """
 
 import logging
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -29,6 +28,8 @@ from serving.worker import EngineWorker, ProgressLog
 if TYPE_CHECKING:
     from peagle_jax import Engine
     from serving.rpc.leader import Leader
+
+_MOST_SERVERS = 253  # sockets that one message can carry
 
 
 def follow_host(begin: Begin) -> None:
@@ -87,13 +88,11 @@ class _Process:
 
     def __init__(self, connections: Sequence[socket.socket]):
         self._leader: Leader | None = None
-        self._has_begun = threading.Event()
         self._hub = Hub(connections, on_lost=self._end_as_orphan)
 
     def run(self) -> int:
         """Serves until the first process ends it; returns the exit code."""
         _, begin = self._hub.orders.get()
-        self._has_begun.set()
         try:
             worker = self._start(begin)
         except (ConfigError, OSError) as error:
@@ -147,20 +146,20 @@ class _Process:
         self._leader.end(FAILED, "the engine failed, see above")
 
     def _end_as_orphan(self) -> None:
-        if not self._has_begun.is_set():
-            os._exit(1)  # the first process has said why it serves nothing
         if self._leader is not None:
             self._leader.end(FAILED, "the first process of host 0 has ended")
         end_orphan("the engine's process")
 
 
 def main() -> int:
-    """Runs the process of the engine on the descriptors of the command line; returns the exit code."""
+    """Runs the process of the engine; returns the exit code."""
     follow_parent()
-    connections = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
-    process = _Process(connections)
+    first = socket.socket(fileno=int(sys.argv[1]))
     import_module(DEFAULT[0])
-    return process.run()
+    begun, others, *_ = socket.recv_fds(first, 1, _MOST_SERVERS)
+    if not begun:
+        return 1  # the first process has said why it serves nothing
+    return _Process([first, *(socket.socket(fileno=one) for one in others)]).run()
 
 
 if __name__ == "__main__":

@@ -134,9 +134,9 @@ def test_it_can_be_stopped_while_it_loads(number):
     Imports run `exec` of strings, where CPython takes a KeyboardInterrupt for unhandled.
     """
     program = (
-        "import os, serving.__main__\n"
+        "import os, serving.__main__, serving.settings\n"
         f"signalled = 'os.kill(os.getpid(), {int(number)})\\nwhile True: pass'\n"
-        "serving.__main__.read_models = lambda settings: exec(signalled)\n"
+        "serving.settings.read_models = lambda settings: exec(signalled)\n"
         "serving.__main__.main(['--port', '0', '--http-port', '-1'])\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=LIMIT)
