@@ -53,7 +53,7 @@ def make_engine(settings: Settings) -> "Engine":
 
 
 def random_engine(model: RandomModel, settings: Settings) -> "Engine":
-    """An engine as `serving.app.make_engine` makes it, with random weights; not yet warm.
+    """An engine as `serving.engines.make_engine` makes it, with random weights; not yet warm.
 
     Raises:
       ConfigError: settings of models in folders, or a model that cannot be made.
@@ -64,7 +64,7 @@ def random_engine(model: RandomModel, settings: Settings) -> "Engine":
     from bench.synthetic import Scattered, synthetic_acceptance
     from peagle_jax.text import Tokenizer
     from peagle_jax.weight_order import order_weights
-    from serving.app import engine_of, sized_config
+    from serving.engines import engine_of, sized_config
 
     for name in ("model", "drafter", "quantization"):
         if getattr(settings, name) is not None:

@@ -24,7 +24,7 @@ from bench.served import Served
 from bench.sweep import Prompts, leave_out, prompt_set
 from bench.timing import Measurement, drive
 from peagle_jax import ConfigError, Engine, SamplingParams, runs
-from serving.app import make_engine
+from serving.engines import make_engine
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos.peagle_v1_pb2_grpc import GenerationStub
 from serving.sources import resolve

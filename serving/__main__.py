@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from peagle_jax.config import ConfigError
-from serving.settings import Settings, read_models
+from peagle_jax.errors import ConfigError
+from serving.children import DEFAULT, Begin, Children, function_name
 from serving.signals import exit_while_loading
-from serving.sources import parser, resolve
 
 if TYPE_CHECKING:
     from peagle_jax import Engine
+    from serving.settings import Settings
 
 
 def main(
@@ -24,43 +24,71 @@ def main(
     """Serves until SIGTERM or SIGINT; returns the exit code.
 
     Args:
-      make_engine: at the top level of a module; makes the engine without folders of models. None:
-        `serving.app.make_engine`.
+      make_engine: makes the engine without folders of models, in a process of its own that imports the module of this
+        function. None: `serving.engines.make_engine`.
     """
     exit_while_loading()
     # A serving process reads certificates and tokens again at SIGHUP. Until then SIGHUP must not kill it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        settings, sources = resolve(sys.argv[1:] if arguments is None else arguments)
-    except ConfigError as error:
-        parser().exit(2, f"peagle-serve: error: {' '.join(str(error).split())}\n")
     # By default gRPC writes a line for every handshake that fails.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # Suppresses transformers' advice to install PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    words = sys.argv[1:] if arguments is None else arguments
+    # Before the options are read: it imports jax meanwhile.
+    children = None if {"-h", "--help"} & set(words) else Children()
     try:
-        # Suppresses transformers' advice to install PyTorch, which nothing here needs.
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        # Imported after the options are checked, so that help and mistakes show at once.
-        from serving.access import prepare_access
-
-        access = prepare_access(settings)
-        listed = "\n".join(settings.lines(sources))  # with the model as it was given
-        if make_engine is None:
-            settings = read_models(settings)
-        print(listed, flush=True)
-        for warning in settings.warnings:
-            print(f"peagle-serve: warning: {warning}", file=sys.stderr)
-        from serving import app
-
-        return app.serve(
-            settings,
-            access,
-            cache_home=os.environ.get("XDG_CACHE_HOME"),
-            say=partial(print, flush=True),
-            make_engine=make_engine or app.make_engine,
-        )
+        return _resolve_and_run(words, make_engine, children)
     except (ConfigError, OSError) as error:
         print("peagle-serve: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+    finally:
+        if children is not None:
+            children.end(0.0)
+
+
+def _resolve_and_run(
+    words: Sequence[str],
+    make_engine: "Callable[[Settings], Engine] | None",
+    children: Children | None,
+) -> int:
+    from serving.sources import parser, resolve
+
+    try:
+        settings, sources = resolve(words)
+    except ConfigError as error:
+        parser().exit(2, f"peagle-serve: error: {' '.join(str(error).split())}\n")
+    return _run(settings, sources, make_engine, children)
+
+
+def _run(
+    settings: "Settings",
+    sources: dict[str, str],
+    make_engine: "Callable[[Settings], Engine] | None",
+    children: Children,
+) -> int:
+    # Imported after the options are checked, so that help and mistakes show at once.
+    from serving.access import prepare_access
+    from serving.settings import read_models
+
+    access = prepare_access(settings)
+    listed = "\n".join(settings.lines(sources))  # with the model as it was given
+    if make_engine is None:
+        settings = read_models(settings)
+    print(listed, flush=True)
+    for warning in settings.warnings:
+        print(f"peagle-serve: warning: {warning}", file=sys.stderr)
+    name = DEFAULT if make_engine is None else function_name(make_engine)
+    begin = Begin(settings, name, os.environ.get("XDG_CACHE_HOME"))
+    if settings.host_index or settings.compile_only:
+        children.end(0.0)
+        from serving.engine_process import compile_only, follow_host
+
+        return compile_only(begin) if settings.compile_only else follow_host(begin)
+    children.begin(begin)
+    from serving.app import serve
+
+    return serve(settings, access, children, say=partial(print, flush=True))
 
 
 if __name__ == "__main__":

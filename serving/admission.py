@@ -40,10 +40,7 @@ class Admission:
           ServiceError: INVALID_ARGUMENT, ALREADY_EXISTS or DEADLINE_EXCEEDED.
         """
         if (ask.caller, ask.request_id) in self._by_id:
-            raise ServiceError(
-                Code.ALREADY_EXISTS,
-                f"request_id {ask.request_id!r} is running; ids must be unique while they run",
-            )
+            raise id_is_taken(ask)
         self._check_count(ask)
         try:
             self._validate(ask.prompt, ask.params)
@@ -97,6 +94,12 @@ class Admission:
             rule = f"{n} greedy sequences would be equal; set a temperature, or n to 1"
         if rule is not None:
             raise invalid(ask.spelling.get("n", "n"), rule)
+
+
+def id_is_taken(ask: Ask) -> ServiceError:
+    """ALREADY_EXISTS: the caller's request of this id is still open."""
+    rule = f"request_id {ask.request_id!r} is running; ids must be unique while they run"
+    return ServiceError(Code.ALREADY_EXISTS, rule)
 
 
 def late(seconds: float) -> ServiceError:

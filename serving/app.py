@@ -1,60 +1,53 @@
-"""Builds the server from its settings, runs it, and drains it."""
+"""Builds the part of the server that clients talk to from its settings, runs it, and drains it. No jax here."""
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
-import secrets
+import socket
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 
-from peagle_jax import ConfigError, Engine, runs
-from peagle_jax.config import EngineConfig
-from peagle_jax.draft_head import DraftHead
-from peagle_jax.engine import stored_programs
-from peagle_jax.engine.memory import pages_in
-from peagle_jax.loading import load_weights
-from peagle_jax.models import Decoder
-from serving.access import RESERVE, Access
+from peagle_jax.config import ConfigError
+from peagle_jax.model_folders import embedded
+from peagle_jax.text import Tokenizer
+from serving.access import RESERVE, Access, read_access
+from serving.children import Children
+from serving.family import end_orphan
+from serving.frames import Channel, ClosedError
 from serving.frontend import Frontend, State
-from serving.hosts import FAILED, LOST
 from serving.http.connection import TimeLimits
 from serving.http.gate import Gate
 from serving.http.server import HttpServer
 from serving.limits import Limits
 from serving.logs import configure, log_figures, log_refusal, log_request
-from serving.option_types import num_bytes
-from serving.rpc.leader import Leader
+from serving.option_rules import share
+from serving.orders import Orders, OrdersOfFirst, Siblings
+from serving.remote import RemoteEngine
 from serving.rpc.server import RpcServer
-from serving.rpc.several_hosts import failures_end_all, follow, lead
-from serving.settings import Settings, engine_config, served_name
+from serving.settings import Settings, served_name
 from serving.signals import Signals
 from serving.stream import Stream
 from serving.tracing import Tracer
-from serving.worker import ProgressLog
 
 _log = logging.getLogger(__name__)
 _GRACE = 5.0  # seconds for the last messages of calls that have ended
 _SHORT_GRACE = 0.5  # the same after a second signal
 _FOREVER = 1e6  # seconds
+_MARGIN = 30.0  # seconds beyond the drain in which a further process must have drained
+
+Report = Callable[[Stream], None]
 
 
 def serve(
-    settings: Settings,
-    access: Access,
-    *,
-    cache_home: str | None,
-    say: Callable[[str], None],
-    make_engine: Callable[[Settings], Engine],
+    settings: Settings, access: Access, children: Children, say: Callable[[str], None]
 ) -> int:
-    """Serves until a signal ends it.
+    """Serves until a signal ends it, in the first process of the server.
 
     Args:
-      cache_home: the user's cache folder; None is `~/.cache`.
+      children: the other processes; the engine's has its first message.
       say: callback for status lines, such as the ports.
-      make_engine: makes the engine of the settings, not yet warm.
 
     Returns:
       The exit code: 1 if the engine died.
@@ -64,110 +57,53 @@ def serve(
       OSError: a port that cannot be used.
     """
     configure(settings.log_level)
-    if not settings.no_cache:
-        runs.keep_compiled_programs(cache_home)
-    if settings.host_index:
-        follow(settings, make_engine)
-    if settings.compile_only:
-        return _compile_only(settings, make_engine, say)
-    if settings.num_hosts == 1:
-        return _serve_requests(settings, access, make_engine, None, say)
-    leader = lead(settings, say)
-    with failures_end_all(leader):
-        code = _serve_requests(settings, access, make_engine, leader, say)
-        _end_hosts(leader, code)
-    return code
-
-
-def _serve_requests(
-    settings: Settings,
-    access: Access,
-    make_engine: Callable[[Settings], Engine],
-    leader: Leader | None,
-    say: Callable[[str], None],
-) -> int:
-    tracer = None
-    if settings.otlp_endpoint is not None:
-        tracer = Tracer.to(settings.otlp_endpoint, served_name(settings))
-    engine = make_engine(settings)
-    if leader is not None:
-        engine.programs.on_call = leader.send
+    for control in children.controls:
+        Channel(control).send(("begin", settings))
+    worker = RemoteEngine(children.engine, num_servers=settings.num_servers)
+    tracer = _tracer(settings)
     try:
-        return asyncio.run(_serve(settings, engine, access, _reports(tracer), leader, say))
+        worker.wait_for_description(_tokenizer(settings))
+        return asyncio.run(_serve_first(settings, access, worker, children, _reports(tracer), say))
+    except ClosedError:
+        _log.error("the engine's process ended by %s", children.how_the_engine_ended())
+        return children.engine_code
     finally:
         if tracer is not None:
             tracer.close()
 
 
-def _compile_only(
-    settings: Settings, make_engine: Callable[[Settings], Engine], say: Callable[[str], None]
-) -> int:
-    """Puts the programs of the settings, and the times of rounds, on disk; returns the exit code."""
-    engine = make_engine(settings)
-    engine.compile_missing(report=ProgressLog())
-    missing = engine.missing_on_disk()
-    if missing is None:
-        raise ConfigError("programs are not kept on disk here: the log says why")
-    engine.warm_up()
-    say(f"{engine.programs.num_compiled} programs are in {stored_programs.kept_in()}")
-    return 0
-
-
-def waits_for_all(settings: Settings) -> bool:
-    """Whether the server serves once all programs are loaded, see `Settings.ready`."""
-    return settings.ready == "all" or (settings.ready is None and runs.compiles_in_children())
-
-
-def _end_hosts(leader: Leader, code: int) -> None:
-    """Ends the processes of all hosts after the service has ended."""
-    leader.end(code, "the service has ended", others=LOST if code == FAILED else 0)
-
-
-def make_engine(settings: Settings) -> Engine:
-    """The engine of the settings, not yet warm.
-
-    Raises:
-      ConfigError: see `load_weights` and `Engine`.
-    """
-    config = sized_config(settings)
-    target, head, tokenizer = load_weights(
-        settings.model,
-        settings.drafter,
-        method=settings.method,
-        dtype=config.dtype,
-        quantization=settings.quantization,
-        tensor_parallel=settings.tensor_parallel,
-        activations=config.activations,
-    )
-    return engine_of(settings, config, target, head, tokenizer=tokenizer)
-
-
-def sized_config(settings: Settings) -> EngineConfig:
-    """The engine's config on this device, without the pages of `kv_cache_memory`."""
-    config = engine_config(settings, runs.choose_dtype(settings.dtype))
-    names = "prefill_chunk", "prefill_rows", "small_prefills"
-    return runs.with_prefill_sizes(config, **{name: getattr(settings, name) for name in names})
-
-
-def engine_of(
-    settings: Settings, config: EngineConfig, target: Decoder, head: DraftHead | None, **parts
-) -> Engine:
-    """The engine of models that are on the device.
+def serve_further(index: int, connection: socket.socket, control: Channel) -> int:
+    """Serves in process `index`, from 1 on, until the first one ends it; returns the exit code.
 
     Args:
-      config: of `sized_config`.
-      parts: further arguments of `Engine`.
-    Raises:
-      ConfigError: see `Engine`.
+      connection: to the process of the engine.
+      control: to the first process.
     """
-    if settings.kv_cache_memory is not None:
-        drafter = None if head is None else head.config
-        pages = pages_in(num_bytes(settings.kv_cache_memory), target.config, drafter, config)
-        config = replace(config, num_pages=pages)
-    engine = Engine(target, head, config, **parts)
-    # Requests without a seed are drawn anew after each start, and by each of several servers.
-    engine.numbers = itertools.count(secrets.randbits(62))
-    return engine
+    with contextlib.suppress(ClosedError, ConfigError):  # the first process says why
+        _, settings = control.receive()
+        configure(settings.log_level, index)
+        tracer = _tracer(settings)
+        worker = RemoteEngine(connection, num_servers=settings.num_servers)
+        worker.wait_for_description(_tokenizer(settings))
+        _, *ports = control.receive()
+        try:
+            return asyncio.run(_serve_further(settings, worker, control, ports, _reports(tracer)))
+        finally:
+            if tracer is not None:
+                tracer.close()
+    return 1
+
+
+def _tracer(settings: Settings) -> Tracer | None:
+    endpoint = settings.otlp_endpoint
+    return None if endpoint is None else Tracer.to(endpoint, served_name(settings))
+
+
+def _tokenizer(settings: Settings) -> Tokenizer | None:
+    """The tokenizer of the settings' folder, read while the engine reads the weights; the engine reports what is wrong."""
+    with contextlib.suppress(ConfigError):
+        return Tokenizer(settings.model or embedded("target"))
+    return None
 
 
 def _limits(settings: Settings) -> Limits:
@@ -175,10 +111,11 @@ def _limits(settings: Settings) -> Limits:
     given = {name: getattr(settings, name) for name in names}
     # More sequences than slots and places of the queue could never be accepted.
     given["max_n"] = min(settings.max_n, settings.max_num_seqs + settings.max_waiting)
+    given["tokenizer_threads"] = share(settings.tokenizer_threads, settings.num_servers)
     return Limits(max_seconds=settings.max_request_seconds or None, **given)
 
 
-def _reports(tracer: Tracer | None) -> Callable[[Stream], None]:
+def _reports(tracer: Tracer | None) -> Report:
     """The callback that reports a stream that has ended."""
     if tracer is None:
         return log_request
@@ -190,64 +127,160 @@ def _reports(tracer: Tracer | None) -> Callable[[Stream], None]:
     return report
 
 
-async def _announce(frontend: Frontend, server: RpcServer, leader: Leader | None) -> None:
-    """Logs each state of the frontend, and sets the health accordingly. Other hosts end with a dead engine."""
+async def _announce(frontend: Frontend, server: RpcServer) -> None:
+    """Logs each state of the frontend, and sets the health accordingly."""
     state = frontend.state
     while state is not State.DEAD:
         state = await frontend.change(state)
         _log.info("the engine is %s", state.value)
         server.show(state)
-    if leader is not None:
-        await asyncio.to_thread(leader.end, FAILED, "the engine failed, see above")
 
 
-async def _serve(
+class _Service:
+    """Both protocols over one frontend, from their ports to the end of their last request."""
+
+    def __init__(self, settings: Settings, worker: RemoteEngine, access: Access, report: Report):
+        self._settings, self._shares_port = settings, settings.num_servers > 1
+        self.frontend = Frontend(
+            worker,
+            name=served_name(settings),
+            limits=_limits(settings),
+            reply_format=settings.reply_format,
+            report=report,
+            report_refusal=log_refusal,
+        )
+        self._http, self._rpc = _servers(settings, self.frontend, access)
+
+    async def listen(self, port: int, http_port: int) -> list[int]:
+        """Listens, and returns the ports, gRPC's first; HTTP's is -1 if it is off.
+
+        Raises:
+          OSError: an address cannot be used.
+        """
+        host = self._settings.host
+        port = await self._rpc.start(host, port)
+        if http_port >= 0:
+            http_port = await self._http.start(host, http_port, shares_port=self._shares_port)
+        return [port, http_port]
+
+    async def run(self, orders: Orders, *, logs_figures: bool, on_stop: Callable[[], None]) -> int:
+        """Starts the engine and serves until an order ends it; returns the exit code.
+
+        Args:
+          on_stop: called when the drain begins.
+        """
+        settings, frontend = self._settings, self.frontend
+        frontend.start()
+        tasks = [asyncio.create_task(_announce(frontend, self._rpc))]
+        if settings.round_seconds:
+            tasks.append(asyncio.create_task(frontend.watch(settings.round_seconds)))
+        if settings.stats_seconds and logs_figures:
+            tasks.append(asyncio.create_task(log_figures(frontend, settings.stats_seconds)))
+        await orders.stop.wait()
+        on_stop()
+        seconds = settings.drain_seconds if orders.failure is None else 0.0
+        _log.info("stopping; waiting up to %g s for open requests", seconds)
+        self._rpc.show(State.DRAINING)
+        is_done = await self._end(seconds, orders)
+        for task in tasks:
+            task.cancel()
+        code = orders.failure or (1 if frontend.state is State.DEAD else 0)
+        return code if is_done else orders.exit_code
+
+    async def _end(self, seconds: float, orders: Orders) -> bool:
+        """Drains and stops everything; False if a second signal cut the drain short."""
+
+        async def end(drain_seconds: float, grace: float) -> None:
+            await self.frontend.drain(drain_seconds)
+            await asyncio.gather(self._rpc.stop(grace), self._http.stop(grace))
+
+        ending = asyncio.create_task(end(seconds, _GRACE))
+        hurry = asyncio.create_task(orders.hurry.wait())
+        await asyncio.wait((ending, hurry), return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if ending.done():
+            await ending
+            return True
+        ending.cancel()
+        # Open requests get their status; this does not wait for the engine.
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+            await asyncio.wait_for(end(0.0, _SHORT_GRACE), 2 * _SHORT_GRACE)
+        return False
+
+
+async def _serve_first(
     settings: Settings,
-    engine: Engine,
     access: Access,
-    report: Callable[[Stream], None],
-    leader: Leader | None,
+    worker: RemoteEngine,
+    children: Children,
+    report: Report,
     say: Callable[[str], None],
 ) -> int:
-    frontend = Frontend(
-        engine,
-        name=served_name(settings),
-        limits=_limits(settings),
-        waits_for_all=waits_for_all(settings),
-        reply_format=settings.reply_format,
-        report=report,
-        report_refusal=log_refusal,
-        before_death=(lambda: None) if leader is None else leader.wait_for_blame,
-    )
-    signals = Signals(on_hangup=access.read_again)
-    if leader is not None:
-        stop = partial(asyncio.get_running_loop().call_soon_threadsafe, signals.stop.set)
-        leader.call_on_stop(stop)
-        leader.watch_rounds(lambda: frontend.busy_since)
-    http, server = _servers(settings, frontend, access)
-    port = await server.start(settings.host, settings.port)
-    say(f"gRPC listens on {settings.host}:{port}")
-    if settings.http_port >= 0:
-        port = await http.start(settings.host, settings.http_port)
-        say(f"HTTP listens on {settings.host}:{port}")
-    frontend.start()
-    tasks = [asyncio.create_task(_announce(frontend, server, leader))]
-    if settings.round_seconds:
-        tasks.append(asyncio.create_task(frontend.watch(settings.round_seconds)))
-    if settings.stats_seconds:
-        tasks.append(asyncio.create_task(log_figures(frontend, settings.stats_seconds)))
-    await signals.stop.wait()
-    _log.info("stopping; waiting up to %g s for open requests", settings.drain_seconds)
-    server.show(State.DRAINING)
-    is_done = await _end(frontend, server, http, settings.drain_seconds, signals)
+    def hang_up() -> None:
+        access.read_again()
+        siblings.order("hangup")
+
+    async def fail(how: Callable[[], str], what: str) -> None:
+        how_it_ended = await asyncio.to_thread(how)
+        signals.fail(f"{what} ended by {how_it_ended}", children.engine_code)
+
+    def lose(how: Callable[[], str], what: str) -> None:
+        tasks.append(asyncio.create_task(fail(how, what)))
+
+    def end_engine(timeout: float) -> bool:
+        siblings.drained.wait(0.0 if signals.hurry.is_set() else settings.drain_seconds + _MARGIN)
+        is_dead = service.frontend.state is State.DEAD
+        code = signals.exit_code or signals.failure or int(is_dead)
+        return children.end_engine(timeout, code, worker.order)
+
+    tasks: list[asyncio.Task] = []
+    signals = Signals(on_hangup=hang_up)
+    lost = lambda index: lose(partial(children.how_a_server_ended, index), f"process {index}")
+    siblings = Siblings(children.controls, on_lost=lost)
+    worker.end, worker.on_stop = end_engine, signals.stop.set
+    worker.on_lost = lambda: lose(children.how_the_engine_ended, "the engine's process")
+    service = _Service(settings, worker, access, report)
+    ports = await service.listen(settings.port, settings.http_port)
+    for protocol, port in zip(("gRPC", "HTTP"), ports, strict=True):
+        if port >= 0:
+            say(f"{protocol} listens on {settings.host}:{port}")
+    siblings.order("listen", *ports)
+
+    def drain_siblings() -> None:
+        siblings.order("drain", signals.failure)
+        tasks.append(asyncio.create_task(hurry_siblings()))
+
+    async def hurry_siblings() -> None:
+        await signals.hurry.wait()
+        siblings.order("hurry", signals.exit_code)
+
+    code = await service.run(signals, logs_figures=True, on_stop=drain_siblings)
     for task in tasks:
         task.cancel()
-    code = 1 if frontend.state is State.DEAD else 0
-    if not is_done or frontend.is_stuck:
-        # The interpreter aborts if it exits while a thread compiles or waits for a device.
-        code = code if is_done else signals.exit_code
-        if leader is not None:
-            _end_hosts(leader, code)
+    if signals.hurry.is_set() or service.frontend.is_stuck:
+        # Threads may still work on prompts, or wait for the process of the engine.
+        children.end(_GRACE)
+        logging.shutdown()
+        os._exit(code)
+    return code
+
+
+async def _serve_further(
+    settings: Settings, worker: RemoteEngine, control: Channel, ports: list[int], report: Report
+) -> int:
+    access = read_access(settings)
+    orphaned = partial(end_orphan, "this process")
+    orders = OrdersOfFirst(control, on_hangup=access.read_again, on_orphaned=orphaned)
+
+    def drained(timeout: float) -> bool:
+        orders.say("drained")
+        return True
+
+    worker.end = drained
+    service = _Service(settings, worker, access, report)
+    await service.listen(*ports)
+    code = await service.run(orders, logs_figures=False, on_stop=lambda: None)
+    if orders.hurry.is_set():
         logging.shutdown()
         os._exit(code)
     return code
@@ -279,28 +312,6 @@ def _servers(
         handshake_seconds=settings.header_seconds,
         max_connection_seconds=settings.max_connection_seconds,
         with_reflection=settings.offers_reflection,
+        shares_port=settings.num_servers > 1,
     )
     return http, server
-
-
-async def _end(
-    frontend: Frontend, server: RpcServer, http: HttpServer, seconds: float, signals: Signals
-) -> bool:
-    """Drains and stops everything; False if a second signal cut the drain short."""
-
-    async def end(drain_seconds: float, grace: float) -> None:
-        await frontend.drain(drain_seconds)
-        await asyncio.gather(server.stop(grace), http.stop(grace))
-
-    ending = asyncio.create_task(end(seconds, _GRACE))
-    hurry = asyncio.create_task(signals.hurry.wait())
-    await asyncio.wait((ending, hurry), return_when=asyncio.FIRST_COMPLETED)
-    hurry.cancel()
-    if ending.done():
-        await ending
-        return True
-    ending.cancel()
-    # Open requests get their status; this does not wait for the engine's thread.
-    with contextlib.suppress(TimeoutError, asyncio.CancelledError):
-        await asyncio.wait_for(end(0.0, _SHORT_GRACE), 2 * _SHORT_GRACE)
-    return False

@@ -1,6 +1,6 @@
 """Compiles the constraints of requests, outside of the event loop and of the engine's thread.
 
-    constraint -> checked in `grammar_process` -> compiled in a thread -> matcher of the engine
+    constraint -> checked in `grammar_process` -> compiled by the worker, in a thread of the engine's process -> matcher
 
 The check runs in a process of its own, whose limits of time and memory end it without harm to the server. The
 result is kept for each caller: a constraint that a caller sends again is not checked again, and one that was
@@ -16,14 +16,15 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from peagle_jax import ConfigError, Engine
-from peagle_jax.engine.grammar import Grammars, Matcher
+from peagle_jax import ConfigError
+from peagle_jax.engine.grammar import Grammars
 from peagle_jax.structured import MAX_CHARS, Structured
 from serving import caller
 from serving.bounded_pool import BoundedPool
 from serving.errors import Code, ServiceError, invalid
 from serving.grammar_checker import Process
 from serving.grammar_process import CPU_SECONDS, Vocabulary
+from serving.messages import Description, MatcherOf, Worker
 from serving.networks import network
 
 _log = logging.getLogger(__name__)
@@ -41,11 +42,16 @@ class Constraints:
     """Compiles constraints for one engine. Its threads and processes start with the first constraint.
 
     Args:
-      engine: with or without a tokenizer.
+      worker: runs the engine, whose model has a tokenizer or not.
     """
 
-    def __init__(self, engine: Engine):
-        self._grammars: Grammars | None = engine.grammars
+    def __init__(self, worker: Worker):
+        engine, self._worker = worker.description, worker
+        target = engine.target_config
+        # It places reasoning before the answer; the vocabulary for masks is read where the engine is.
+        self._grammars: Grammars | None = None
+        if engine.tokenizer is not None:
+            self._grammars = Grammars(engine.tokenizer, target.vocab_size, target.eos_ids)
         # Two pools: a constraint that is known does not wait for the checks of others.
         self._checks = _FairPool("grammar-check", _NUM_PROCESSES)
         self._compiles = _FairPool("grammar", _NUM_THREADS)
@@ -55,7 +61,7 @@ class Constraints:
         self._preparing: asyncio.Future | None = None
 
     @staticmethod
-    def _vocabulary(engine: Engine) -> Callable[[], Vocabulary]:
+    def _vocabulary(engine: Description) -> Callable[[], Vocabulary]:
         target = engine.target_config
         return lambda: Vocabulary.of(engine.tokenizer, target.vocab_size, target.eos_ids)
 
@@ -67,7 +73,7 @@ class Constraints:
 
     def _read_vocabulary(self) -> None:
         try:
-            self._grammars.prepare()
+            self._worker.prepare_matchers()
         except ConfigError as error:
             _log.info("constraints are not possible: %s", error.rule)
 
@@ -79,7 +85,7 @@ class Constraints:
         number: int = 1,
         chat: Sequence[int] | None = None,
         address: str = "",
-    ) -> list[Matcher]:
+    ) -> list[MatcherOf]:
         """Matchers at the beginning of the constrained text, one for each of `number` sequences.
 
         Args:
@@ -109,13 +115,10 @@ class Constraints:
             if definition is None:
                 check = lambda: self._check(key, structured, frame)
                 definition = await self._checks.run(origin, check)
-            return await self._compiles.run(origin, lambda: self._matchers(definition, number))
+            compiled = lambda: self._worker.matchers(definition, number)
+            return await self._compiles.run(origin, compiled)
         except ConfigError as error:
             raise invalid(field, error.rule) from error
-
-    def _matchers(self, definition: str, number: int) -> list[Matcher]:
-        matcher = self._grammars.matcher(definition)
-        return [matcher, *(matcher.copy() for _ in range(number - 1))]
 
     def _recall(self, key: bytes) -> str | None:
         """The definition of a constraint that has been checked; None if it has not, or is forgotten.
@@ -129,7 +132,7 @@ class Constraints:
         return self._known.get(key)
 
     def _check(self, key: bytes, structured: Structured, frame: str | None) -> str:
-        self._grammars.prepare()
+        self._worker.prepare_matchers()
         # Another request of the same caller may have had it checked while this one waited.
         definition = self._recall(key)
         if definition is not None:

@@ -19,23 +19,21 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 
-from peagle_jax import Engine, SamplingParams
-from peagle_jax.engine.memory import device_memory
-from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.text import Tokenizer
 from serving import caller
-from serving.admission import Admission, late
+from serving.admission import Admission, id_is_taken, late
 from serving.constraints import Constraints
 from serving.errors import Code, ServiceError
+from serving.jobs import jobs_of
 from serving.limits import Limits
 from serving.memory import MemoryReturn
+from serving.messages import Death, Event, IdIsTaken, Listener, Load, Name, Refused, Worker
 from serving.metrics import Metrics
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ReplyParser
 from serving.stream import Ask, Stream
 from serving.tokenizing import Encoder
-from serving.worker import EngineWorker, Event, Job, Load, Refused
 
 _log = logging.getLogger(__name__)
 _STOP_SECONDS = 30.0  # for the last round of an engine that serves
@@ -56,28 +54,25 @@ class Frontend:
     """Accepts requests for one engine, from its start to its drain.
 
     Args:
-      engine: not yet warm, with or without a tokenizer.
+      worker: runs the engine, in this process or in another one; not yet started.
       name: what clients call the model.
       limits: see `Limits`.
-      waits_for_all: see `EngineWorker`.
       reply_format: see `Replies`.
       report: called with each stream after its end (logs, traces).
       report_refusal: called with protocol, method and error of each request that is refused.
-      before_death: see `EngineWorker`.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        worker: Worker,
         *,
         name: str,
         limits: Limits | None = None,
-        waits_for_all: bool = False,
         reply_format: str = "auto",
         report: Callable[[Stream], None] = lambda stream: None,
         report_refusal: Callable[[str, str, ServiceError], None] = lambda *refusal: None,
-        before_death: Callable[[], None] = lambda: None,
     ):
+        engine = worker.description
         self.name = name
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.config = engine.config
@@ -91,19 +86,16 @@ class Frontend:
         self._encoder = Encoder(
             self.tokenizer, self.limits, max_model_len=self.config.max_model_len, memory=self.memory
         )
-        self._constraints = Constraints(engine)
+        self._constraints = Constraints(worker)
         self.started = time.time()
         self._report, self._report_refusal = report, report_refusal
-        callbacks = dict(deliver=self._deliver, on_ready=self._serve, on_death=self._die)
-        self._worker = EngineWorker(
-            engine, waits_for_all=waits_for_all, **callbacks, before_death=before_death
-        )
+        self._worker = worker
         self.metrics = Metrics(
             name,
             config=self.config,
             load=lambda: self.load,
             num_open=lambda: self.num_open,
-            memory=lambda: device_memory(self.config.tensor_parallel),
+            memory=lambda: worker.device_memory,
         )
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
@@ -117,23 +109,35 @@ class Frontend:
         return self._worker.load
 
     @property
-    def busy_since(self) -> float | None:
-        """See `EngineWorker.busy_since`."""
-        return self._worker.busy_since
-
-    @property
     def batch_sizes_pending(self) -> int:
         """Batch sizes with a program that still compiles; rounds use those that are compiled."""
         return self._worker.batch_sizes_pending
 
     @property
     def num_open(self) -> int:
-        """Requests accepted and not yet ended."""
+        """Requests that this process has accepted and that have not ended."""
         return self.admission.num_open
 
+    async def count_open(self) -> int:
+        """`num_open` of all servers of the engine."""
+        others = await self._worker.gather()
+        return self.num_open + int(sum(one[self.metrics.open_requests] for one in others))
+
+    async def metrics_text(self) -> bytes:
+        """Metrics of all servers of the engine, in Prometheus' text format."""
+        return self.metrics.text(await self._worker.gather())
+
     def start(self) -> None:
-        """Starts the engine; `state` becomes SERVING when requests can run, see `EngineWorker`."""
-        self._worker.start()
+        """Starts the engine; `state` becomes SERVING when the largest batch is compiled."""
+        self._worker.start(
+            Listener(
+                deliver=self._deliver,
+                on_ready=self._serve,
+                on_death=self._die,
+                abort=self._abort_named,
+                snapshot=self.metrics.snapshot,
+            )
+        )
 
     async def change(self, known: State) -> State:
         """Waits until the state differs from `known`, and returns it."""
@@ -150,7 +154,8 @@ class Frontend:
             await asyncio.sleep(min(1.0, seconds / 4))
             since = self._worker.busy_since
             if since is not None and time.monotonic() - since > seconds:
-                self._die(TimeoutError(f"a round has taken more than {seconds:g} s"))
+                late = f"a round has taken more than {seconds:g} s"
+                self._die(Death("TimeoutError", late))
 
     async def encode(
         self, text: str, *, field: str, deadline: float | None = None, special: bool = True
@@ -233,18 +238,20 @@ class Frontend:
             deadline=self.admission.deadline(ask.arrival, ask.deadline),
         )
         self.admission.add(stream)
-        # A caller cannot measure by time what others have asked for.
-        salt = ask.caller, ask.cache_salt
-        self._worker.submit([_job(ask, (number, index), salt) for index in range(ask.n)])
+        self._worker.submit(jobs_of(ask, number), (ask.caller, ask.request_id))
         return stream
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request of the current caller with the finish reason "abort".
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request of the current caller with the finish reason "abort", whichever server has accepted it.
 
         Returns:
           False if the caller runs no request of that id.
         """
-        stream = self.admission.find(caller.current(), request_id)
+        name = caller.current(), request_id
+        return self._abort_named(name) or await self._worker.abort_elsewhere(name)
+
+    def _abort_named(self, name: Name) -> bool:
+        stream = self.admission.find(*name)
         if stream is not None:
             stream.abort()
         return stream is not None
@@ -336,11 +343,11 @@ class Frontend:
                 raise
             raise late(time.monotonic() - caller.arrival()) from error
 
-    def _deliver(self, events: Sequence[Event]) -> None:
+    def _deliver(self, events: Sequence[Event], num_tokens: int | None) -> None:
         for event in events:
             if isinstance(event, Refused):
                 if stream := self.admission.get(event.keys[0][0]):
-                    stream.fail(self._refusal(event.error))
+                    stream.fail(self._refusal(stream.ask, event.error))
             elif stream := self.admission.get(event.key[0]):
                 stream.push(event.key[1], event)
                 if event.request is not None and event.request.error is not None:
@@ -348,9 +355,11 @@ class Frontend:
                     if event.request.error_is_the_clients:
                         code = Code.INVALID_ARGUMENT
                     stream.fail(ServiceError(code, event.request.error))
-        self.metrics.round(events)
+        self.metrics.round(events, num_tokens)
 
-    def _refusal(self, error: Exception) -> ServiceError:
+    def _refusal(self, ask: Ask, error: Exception) -> ServiceError:
+        if isinstance(error, IdIsTaken):
+            return id_is_taken(ask)
         if isinstance(error, QueueFull):
             return ServiceError(
                 Code.RESOURCE_EXHAUSTED,
@@ -361,17 +370,18 @@ class Frontend:
 
     def _close(self, stream: Stream) -> None:
         self.admission.remove(stream)
+        self._worker.closed((stream.ask.caller, stream.ask.request_id))
         self.metrics.ended(stream)
         self._report(stream)
 
-    def _die(self, error: BaseException) -> None:
-        _log.error("the engine is dead: %r", error)
+    def _die(self, death: Death) -> None:
+        _log.error("the engine is dead: %s", death.text)
         self._enter(State.DEAD)
         for stream in self.admission.streams:
             stream.fail(
                 ServiceError(
                     Code.INTERNAL,
-                    f"the engine died ({type(error).__name__}); the server's log says why",
+                    f"the engine died ({death.kind}); the server's log says why",
                 )
             )
 
@@ -388,17 +398,3 @@ class Frontend:
         self.state = state
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _job(ask: Ask, key: tuple[int, int], salt: Salt) -> Job:
-    """One sequence of a request."""
-    matcher = ask.matchers[key[1]] if ask.matchers else None
-    params = _numbered(ask.params, key[1])
-    return Job(key, ask.prompt, params, salt, ask.priority, matcher)
-
-
-def _numbered(params: SamplingParams, index: int) -> SamplingParams:
-    """Parameters of sequence `index` of a request: sequence 0 has the client's seed, others have their own."""
-    if index == 0 or params.seed is None:
-        return params
-    return replace(params, seed=(params.seed + index) % 2**63)

@@ -12,18 +12,28 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from peagle_jax.engine.stats import Acceptance
 from serving.errors import ServiceError
-from serving.frontend import Frontend
-from serving.stream import Stream
+
+if TYPE_CHECKING:  # the process of the engine writes a log too, and needs neither
+    from serving.frontend import Frontend
+    from serving.stream import Stream
 
 _log = logging.getLogger("serving")
 
 
 class _Lines(logging.Formatter):
-    """Formats a record as one JSON object; `extra={"fields": {...}}` adds keys."""
+    """Formats a record as one JSON object; `extra={"fields": {...}}` adds keys.
+
+    Args:
+      process: number of this process among those that serve clients; the first one does not name itself.
+    """
+
+    def __init__(self, process: int = 0):
+        super().__init__()
+        self._process = {"process": process} if process else {}
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -32,7 +42,7 @@ class _Lines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= getattr(record, "fields", {})
+        line |= self._process | getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
@@ -107,16 +117,20 @@ class _Kind:
         )
 
 
-def configure(level: str) -> None:
-    """Sends all log lines to stderr as JSON."""
+def configure(level: str, process: int = 0) -> None:
+    """Sends all log lines to stderr as JSON.
+
+    Args:
+      process: see `_Lines`.
+    """
     handler = LimitedHandler(sys.stderr)
-    handler.setFormatter(_Lines())
+    handler.setFormatter(_Lines(process))
     logging.basicConfig(level="WARNING", handlers=[handler], force=True)
     for name in ("serving", "peagle_jax", "pallas_kernels"):
         logging.getLogger(name).setLevel(level.upper())
 
 
-def log_request(stream: Stream) -> None:
+def log_request(stream: "Stream") -> None:
     """Logs a stream that has ended."""
     ask, usage = stream.ask, stream.usage()
     fields = dict(
@@ -146,15 +160,15 @@ def log_refusal(protocol: str, method: str, error: ServiceError) -> None:
     _log.info("request", extra={"fields": fields, "kind": ("refusal", protocol, error.code)})
 
 
-async def log_figures(frontend: Frontend, seconds: float) -> None:
+async def log_figures(frontend: "Frontend", seconds: float) -> None:
     """Logs load, speed and acceptance every `seconds` while there is work."""
     before, then = Acceptance(), time.monotonic()
-    tokens_before = frontend.metrics.num_tokens
+    tokens_before = frontend.load.num_tokens
     while True:
         await asyncio.sleep(seconds)
-        load, now, tokens = frontend.load, time.monotonic(), frontend.metrics.num_tokens
-        counts = load.acceptance
-        if tokens == tokens_before and not frontend.num_open:
+        load, now = frontend.load, time.monotonic()
+        tokens, counts = load.num_tokens, load.acceptance
+        if tokens == tokens_before and not (load.num_running or load.num_waiting):
             then = now
             continue
         fresh = counts - before

@@ -13,11 +13,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from peagle_jax import EngineConfig
-from peagle_jax.engine.memory import DeviceMemory
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.stats import Acceptance, DeviceMemory
 from serving.errors import Code, ServiceError
+from serving.messages import Event, Load, Tokens
+from serving.metric_sums import Key, Snapshot, Summed, key_of
 from serving.stream import Stream
-from serving.worker import Event, Load, Tokens
 
 _SECONDS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -51,7 +51,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """All metrics of one server, in a registry of their own.
+    """All metrics of one server, in a registry of their own. Several servers of one engine add theirs up.
 
     Args:
       model: what clients call the model.
@@ -77,33 +77,52 @@ class Metrics:
             name: Counter(name, text, names + labels, registry=self.registry)
             for name, (text, labels) in _COUNTERS.items()
         }
-        self._latencies = {
+        latencies = {
             name: Histogram(
                 f"vllm:{name}_seconds", text, names, buckets=buckets, registry=self.registry
-            ).labels(**self._labels)
+            )
             for name, (text, buckets) in _LATENCIES.items()
         }
         # vLLM's name for this histogram ends in _total.
-        self._iteration = Histogram(
+        iteration = Histogram(
             "vllm:iteration_tokens_total",
             "Tokens a round gave to all requests.",
             names,
             buckets=_TOKENS,
             registry=self.registry,
-        ).labels(**self._labels)
+        )
+        self._histograms = [*latencies.values(), iteration]
+        self._latencies = {name: one.labels(**self._labels) for name, one in latencies.items()}
+        self._iteration = iteration.labels(**self._labels)
+        self._num_open = num_open
+        self.open_requests: Key = "peagle:open_requests", tuple(self._labels.items())
+        """The number of open requests in a snapshot."""
         self.registry.register(_EngineCollector(self._labels, config, load, num_open, memory))
-        self.num_tokens = 0
-        """Tokens generated since the start."""
         self._ends: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
         self._last_tokens: dict[object, float] = {}
         self._begin_counters()
 
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def text(self, others: Sequence[Snapshot] = ()) -> bytes:
+        """All metrics in Prometheus' text format.
 
-    def round(self, events: Sequence[Event]) -> None:
-        """Counts the events of a device call. Its rounds have equal shares of the time since the call before."""
+        Args:
+          others: of the other servers of the same engine; their counts are added.
+        """
+        return generate_latest(Summed(self.registry, others) if others else self.registry)
+
+    def snapshot(self) -> Snapshot:
+        """What this server alone has counted, for `text` of another one."""
+        own = [*self._counters.values(), *self._histograms]
+        samples = [sample for one in own for family in one.collect() for sample in family.samples]
+        found = {key_of(sample): sample.value for sample in samples}
+        return found | {self.open_requests: self._num_open()}
+
+    def round(self, events: Sequence[Event], num_tokens: int | None = None) -> None:
+        """Counts the events of a device call. Its rounds have equal shares of the time since the call before.
+
+        Args:
+          num_tokens: what the call gave to all requests of the engine; None if another server counts it.
+        """
         now, total = time.monotonic(), 0
         rounds = collections.Counter(
             one.key for one in events if isinstance(one, Tokens) and one.tokens
@@ -119,10 +138,10 @@ class Metrics:
                 self._latencies["inter_token_latency"].observe(gap)
             if event.request is None:
                 self._last_tokens[event.key] = now
-        self.num_tokens += total
         if total:
             self._count("vllm:generation_tokens", total)
-            self._iteration.observe(total)
+        if num_tokens:
+            self._iteration.observe(num_tokens)
 
     def refused(self, protocol: str, error: ServiceError) -> None:
         """Counts a refused request."""
@@ -153,8 +172,8 @@ class Metrics:
             decode = request.finish_time - request.first_token_time
             self._observe("request_decode_time", decode)
             self._observe("request_inference_time", request.finish_time - request.start_time)
-            if len(request.output) > 1:
-                each = decode / (len(request.output) - 1)
+            if request.num_tokens > 1:
+                each = decode / (request.num_tokens - 1)
                 self._observe("request_time_per_output_token", each)
 
     def seconds_per_request(self) -> float:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator
-from pydantic_core import PydanticKnownError
+from pydantic import AfterValidator, BeforeValidator, ValidationError
+from pydantic_core import ErrorDetails, PydanticKnownError
 
 from peagle_jax import draft_schedule
 from peagle_jax.config import ConfigError
@@ -115,3 +115,15 @@ def address(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65534:
         raise ValueError(f"coordinator={text!r} is no address; write HOST:PORT")
     return host.strip("[]"), int(port)
+
+
+def describe(error: ValidationError) -> str:
+    """The first mistake of `error` as one line."""
+    first: ErrorDetails = error.errors(include_url=False)[0]
+    rule = first.get("ctx", {}).get("error")
+    if not first["loc"]:
+        return str(rule)
+    name = first["loc"][0]
+    if first["type"] == "extra_forbidden":
+        return f"there is no option {name!r}"
+    return f"{name}={first['input']!r}: {first['msg']}" if rule is None else f"{name}={rule}"

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from peagle_jax import draft_schedule
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.model_folders import check_folders, check_head_is_given, local_folder
 from serving.hosts_rules import check_hosts, is_unencrypted
+from serving.option_rules import check_combinations, default_servers
 from serving.option_types import (
     Count,
     Int,
@@ -25,6 +25,7 @@ from serving.option_types import (
     Size,
     Text,
     Url,
+    describe,
     is_loopback,
 )
 
@@ -173,6 +174,11 @@ class Settings(BaseSettings):
         "auto",
         "how replies of a chat mark reasoning and tool calls (default: as the model's own files say)",
     )
+    api_processes: Count | None = _option(
+        None,
+        "processes that serve clients beside the engine's process; several share the ports (default: 1)",
+        metavar="N",
+    )
     host: Text = _option("127.0.0.1", "address to listen on", metavar="ADDRESS")
     port: Port = _option(50051, "port of gRPC; 0 picks a free one", metavar="N")
     http_port: PortOrNone = _option(
@@ -280,20 +286,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        if self.http_port not in (0, -1) and self.http_port == self.port:
-            raise ValueError(f"http_port={self.http_port} must differ from port")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key belong together: give both or neither")
-        if self.tls_client_ca and not self.tls_cert:
-            raise ValueError("tls_client_ca checks clients of TLS: give tls_cert and tls_key too")
-        if self.compile_only and self.no_cache:
-            raise ValueError("compile_only puts programs on disk, and no_cache forbids that")
-        if self.drafter and self.method == "none":
-            raise ValueError("method none takes no drafter: leave one of the two out")
-        return self
-
-    @model_validator(mode="after")
-    def _check_hosts(self) -> Self:
+        check_combinations(self)
         check_hosts(self)
         return self
 
@@ -301,6 +294,11 @@ class Settings(BaseSettings):
     def devices_per_host(self) -> int:
         """Devices of each host."""
         return self.tensor_parallel // self.num_hosts
+
+    @property
+    def num_servers(self) -> int:
+        """Processes that serve clients."""
+        return self.api_processes or default_servers(self.max_num_seqs)
 
     @property
     def is_loopback(self) -> bool:
@@ -351,20 +349,8 @@ class Settings(BaseSettings):
         ]
 
 
-def describe(error: ValidationError) -> str:
-    """The first mistake of `error` as one line."""
-    first: ErrorDetails = error.errors(include_url=False)[0]
-    rule = first.get("ctx", {}).get("error")
-    if not first["loc"]:
-        return str(rule)
-    name = first["loc"][0]
-    if first["type"] == "extra_forbidden":
-        return f"there is no option {name!r}"
-    return f"{name}={first['input']!r}: {first['msg']}" if rule is None else f"{name}={rule}"
-
-
 def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
-    """Sizes of the engine; pages for `kv_cache_memory` are left to `app.make_engine`.
+    """Sizes of the engine; pages for `kv_cache_memory` are left to `engines.make_engine`.
 
     Raises:
       ConfigError: sizes that no engine can have.

@@ -37,15 +37,24 @@ class Signals:
       stop: set by the first SIGTERM or SIGINT: the server drains.
       hurry: set by the second: the server ends open requests at once.
       exit_code: exit code after the second signal: 128 plus the signal's number, as after a kill.
+      failure: exit code if another process of the server is gone, see `fail`; None if none is.
     """
 
     def __init__(self, on_hangup: Callable[[], None]):
         self.stop, self.hurry = asyncio.Event(), asyncio.Event()
         self.exit_code = 0
+        self.failure: int | None = None
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, partial(self._stop, number))
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
+
+    def fail(self, reason: str, code: int) -> None:
+        """Ends the server, which has lost another process, without waiting for open requests."""
+        if not self.stop.is_set():
+            _log.error("%s; the server ends", reason)
+            self.failure = code
+            self.stop.set()
 
     def _stop(self, number: signal.Signals) -> None:
         if not self.stop.is_set():

@@ -14,14 +14,15 @@ from pydantic_settings import InitSettingsSource
 
 from peagle_jax.command_line import Parser
 from peagle_jax.config import ConfigError
-from serving.settings import Settings, describe
+from serving.option_types import describe
+from serving.settings import Settings
 
 PREFIX = "PEAGLE_"
 _OTHER_VARIABLES = {"PEAGLE_SHA"}  # of other commands
 _SECTIONS = {
     "model": "what is served",
     "max_num_seqs": "sizes of the engine, for which all programs are compiled at the start",
-    "host": "addresses and ports",
+    "api_processes": "addresses, ports and processes",
     "tls_cert": "TLS and authentication",
     "max_connections": "connections",
     "max_request_seconds": "limits of requests",

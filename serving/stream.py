@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from peagle_jax import SamplingParams
-from peagle_jax.engine.grammar import Matcher
-from peagle_jax.engine.request import PromptLogprob, Request, Round, TokenLogprob, at_least
+from peagle_jax.engine.request import PromptLogprob, Round, TokenLogprob, at_least
 from peagle_jax.engine.stats import Acceptance
 from serving import caller
 from serving.errors import Code, ServiceError, failure
+from serving.messages import Ended, MatcherOf, Tokens
 from serving.replies.parts import Item, ReplyParser, ReplyPart, ToolCall
-from serving.worker import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class Ask:
     method: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
     spelling: Mapping[str, str] = field(default_factory=dict)
-    matchers: Sequence[Matcher] = ()
+    matchers: Sequence[MatcherOf] = ()
     arrival: float = field(default_factory=caller.arrival)
     caller: str = field(default_factory=caller.current)
 
@@ -170,7 +169,7 @@ class _Sequence:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[PromptLogprob | None] | None = None
     rounds: list[Round] = field(default_factory=list)
-    request: Request | None = None
+    request: Ended | None = None
     is_read: bool = False  # the client has read the finish
 
     @property
@@ -189,7 +188,7 @@ class _Sequence:
             finish = Finish(
                 reason=request.finish_reason,
                 stop_reason=request.stop_reason,
-                completion_tokens=len(request.output),
+                completion_tokens=request.num_tokens,
                 acceptance=Acceptance.of([request]),
             )
         return Delta(
@@ -235,8 +234,8 @@ class Stream:
         self.end: float | None = None
         self.cached_tokens = 0
         """Prompt tokens that the prefix cache had for the first sequence; known with its first token."""
-        self.requests: list[Request] = []
-        """Requests of the engine whose sequences have ended."""
+        self.requests: list[Ended] = []
+        """How the sequences ended that have ended in the engine."""
         self._end, self._on_close = end, on_close
         self._sequences = [_Sequence(new_parser()) for _ in range(ask.n)]
         self._news = asyncio.Event()
@@ -317,7 +316,7 @@ class Stream:
         first, now = self.first_token, self.end or time.monotonic()
         # A request that is cancelled is reported before the engine returns its sequences.
         running = [one.progress for one in self._sequences if one.request is None]
-        num_tokens = sum(len(request.output) for request in self.requests)
+        num_tokens = sum(request.num_tokens for request in self.requests)
         return Usage(
             prompt_tokens=len(self.ask.prompt),
             cached_tokens=self.cached_tokens,

@@ -17,109 +17,33 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from peagle_jax import ConfigError, Engine, SamplingParams, runs
+from peagle_jax import ConfigError, Engine, runs
 from peagle_jax.engine.compilation import Progress
 from peagle_jax.engine.device_calls import Key
 from peagle_jax.engine.grammar import Matcher
+from peagle_jax.engine.memory import device_memory
 from peagle_jax.engine.pages import Salt
-from peagle_jax.engine.request import PromptLogprob, Request, Round, TokenLogprob
+from peagle_jax.engine.request import Request
 from peagle_jax.engine.scheduler import QueueFull
-from peagle_jax.engine.stats import Acceptance, NgramCounts, SurvivalCounts
+from peagle_jax.engine.stats import Acceptance, DeviceMemory, SurvivalCounts
 from serving.heap import settle_heap
+from serving.messages import (
+    Death,
+    Description,
+    Ended,
+    Event,
+    Job,
+    Listener,
+    Load,
+    Name,
+    Refused,
+    Tokens,
+)
 
 _log = logging.getLogger(__name__)
 _LOG_SECONDS = 5.0
 _PATIENCE = 0.25
 """Longest wait for new requests, as a share of a round; the rest of the round is for planning the next."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One sequence to generate. The submitter chooses `key`; it is unique among the jobs that run.
-
-    Jobs with different `salt` share no cached prefix.
-    """
-
-    key: Hashable
-    prompt: list[int]
-    params: SamplingParams
-    salt: Salt = ()
-    priority: int = 0
-    matcher: Matcher | None = None
-    """The constraint of `params`, for this sequence alone."""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Output of one round for a sequence. The last event of a sequence has `request`, which no longer changes."""
-
-    key: Hashable
-    tokens: list[int]
-    logprobs: list[TokenLogprob] | None = None
-    request: Request | None = None
-    round: Round | None = None
-    """Drafts of the round; None if prefill sampled the token, or without tokens."""
-    cached_tokens: int = 0
-    """Prompt tokens that the prefix cache had."""
-    prompt_logprobs: list[PromptLogprob | None] | None = None
-    """With the first tokens of a sequence, if its request has `prompt_logprobs`."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Jobs that were submitted together and are refused: `ConfigError` or `QueueFull`."""
-
-    keys: tuple[Hashable, ...]
-    error: Exception
-
-
-Event = Tokens | Refused
-
-
-@dataclass(frozen=True)
-class Load:
-    """State of the engine after a round."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    waiting_tokens: int = 0
-    """Prompt tokens of the waiting requests; the prefix cache may have some of them."""
-    pages_used: int = 0
-    pages_total: int = 0
-    pages_idle: int = 0
-    """Pages of the prefix cache that no request holds; they count as free."""
-    prefix_queried: int = 0
-    """Prompt tokens looked up in the prefix cache so far."""
-    prefix_found: int = 0
-    """Prompt tokens found there."""
-    rings_restored: int = 0
-    """How often a prompt went on from saved rings, see `EngineConfig.saved_rings`."""
-    num_preemptions: int = 0
-    num_not_finite: int = 0
-    """Requests that ended because their logits were not finite."""
-    rounds: int = 0
-    """Calls of `Engine.step` so far."""
-    sequence_seconds: float = 0.0
-    """Seconds of these rounds, each times its running sequences."""
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    """Counts of all rounds so far that had drafts."""
-    ngram: NgramCounts = field(default_factory=NgramCounts)
-    """Counts of the rounds so far that had n-gram drafts, those of the warm-up included."""
-    num_draft: Mapping[int, int] = field(default_factory=dict)
-    """K, drafts per round, by batch size."""
-    num_draft_changes: int = 0
-    """How often the K of a batch size was replaced at run time."""
-    num_verified: Mapping[int, int] = field(default_factory=dict)
-    """Most drafts that a round verifies in all, by batch size where some rounds are ragged."""
-    survival: SurvivalCounts = field(default_factory=SurvivalCounts)
-    """Counts of the rounds of these batch sizes, those of the warm-up included."""
-    predicted_rate: float = 0.0
-    """Tokens per second that the last choice of K predicts; 0 before the first."""
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the KV pages in use."""
-        return self.pages_used / self.pages_total if self.pages_total else 0.0
 
 
 @dataclass(frozen=True)
@@ -162,16 +86,13 @@ class ProgressLog:
 
 
 class EngineWorker:
-    """Runs an engine in a daemon thread.
+    """Runs an engine in a daemon thread: `messages.Worker` in the process of the engine.
 
     Args:
       engine: not yet warm; the worker owns it from `start` on.
       waits_for_all: whether requests are served once all programs are loaded; else once the largest batch is
         compiled, and the others compile beside requests.
-      deliver: called in the event loop with the events of a round, in order.
-      on_ready: called in the event loop when requests can be served.
-      on_death: called in the event loop with the exception that killed the engine; no events follow.
-      before_death: called in the engine's thread before that exception is logged.
+      before_death: called in the engine's thread before the exception that killed the engine is logged.
     """
 
     def __init__(
@@ -179,56 +100,80 @@ class EngineWorker:
         engine: Engine,
         *,
         waits_for_all: bool = False,
-        deliver: Callable[[Sequence[Event]], None],
-        on_ready: Callable[[], None],
-        on_death: Callable[[BaseException], None],
         before_death: Callable[[], None] = lambda: None,
     ):
         self._before_death = before_death
         self._engine, self._waits_for_all = engine, waits_for_all
-        self._deliver, self._on_ready, self._on_death = deliver, on_ready, on_death
+        parts = engine.config, engine.target_config, engine.drafter_config, engine.tokenizer
+        self.description = Description(*parts)
         self._mail: queue.SimpleQueue = queue.SimpleQueue()
         self._running: dict[Hashable, Request] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._compiler = threading.Thread(target=self._compile, name="compiler", daemon=True)
         self._is_stopping = False
-        self._rounds, self._sequence_seconds = 0, 0.0
+        self._rounds, self._sequence_seconds, self._num_tokens = 0, 0.0, 0
         self._num_vacated = 0  # slots that became free in the last round
         self._patience = 0.0  # seconds to wait for requests that fill them
         # Counts of the warm-up, which are not reported.
         self._before = Acceptance()
         self._prefix_before = 0, 0
         self.load = self._measure()
-        """State after the last round. It is replaced as a whole, so any thread may read it."""
         self.busy_since: float | None = None
-        """`time.monotonic()` at which the round in progress began; None between rounds."""
 
     @property
     def batch_sizes_pending(self) -> int:
-        """Batch sizes with a program that is not compiled yet."""
+        """See `Worker`."""
         return len({key.size for key in self._engine.programs.missing if not isinstance(key, str)})
 
-    def start(self) -> None:
-        """Starts the thread, which compiles first. Call it in the event loop."""
-        self._loop = asyncio.get_running_loop()
+    @property
+    def device_memory(self) -> Mapping[int, DeviceMemory]:
+        """See `Worker`."""
+        return device_memory(self._engine.config.tensor_parallel)
+
+    def start(self, listener: Listener, call: Callable[..., object] | None = None) -> None:
+        """Starts the thread, which compiles first.
+
+        Args:
+          call: calls a function with its arguments for the listener, from the engine's thread; None: in the event
+            loop of the caller.
+        """
+        if call is None:
+            call = asyncio.get_running_loop().call_soon_threadsafe
+        self._call, self._deliver = call, listener.deliver
+        self._on_ready, self._on_death = listener.on_ready, listener.on_death
         self._thread.start()
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Queues jobs, all or none; the results arrive as events."""
+    def submit(self, jobs: Sequence[Job], name: Name) -> None:
+        """See `Worker`."""
         self._mail.put(_Submit(tuple(jobs)))
 
     def abort(self, key: Hashable) -> None:
-        """Ends a job. Unless it has ended already, its last event has the finish reason "abort"."""
+        """See `Worker`."""
         self._mail.put(_Abort(key))
 
-    def flush_prefix_cache(self, salt: Salt, on_done: Callable[[int], None]) -> None:
-        """Forgets idle pages as `Engine.flush_prefix_cache` does, between two rounds.
+    def closed(self, name: Name) -> None:
+        """See `Worker`."""
 
-        Args:
-          on_done: called in the event loop with the number of pages; not after `stop` or a death.
-        """
+    async def abort_elsewhere(self, name: Name) -> bool:
+        """See `Worker`: the engine has no other server."""
+        return False
+
+    async def gather(self) -> list:
+        """See `Worker`: the engine has no other server."""
+        return []
+
+    def flush_prefix_cache(self, salt: Salt, on_done: Callable[[int], None]) -> None:
+        """See `Worker`."""
         self._mail.put(_Flush(salt, on_done))
+
+    def prepare_matchers(self) -> None:
+        """See `Worker`."""
+        self._engine.grammars.prepare()
+
+    def matchers(self, definition: str, number: int) -> list[Matcher]:
+        """See `Worker`; any thread may call it."""
+        matcher = self._engine.grammars.matcher(definition)
+        return [matcher, *(matcher.copy() for _ in range(number - 1))]
 
     def stop(self, timeout: float) -> bool:
         """Ends the thread after its round.
@@ -244,7 +189,7 @@ class EngineWorker:
 
     def _post(self, function: Callable, *args) -> None:
         try:
-            self._loop.call_soon_threadsafe(function, *args)
+            self._call(function, *args)
         except RuntimeError:  # the loop is closed: no stream is left to deliver to
             _log.debug("the event loop ended before the engine")
 
@@ -272,7 +217,7 @@ class EngineWorker:
             self._before_death()
             _log.exception("the engine died")
             self.busy_since = None
-            self._post(self._on_death, error)
+            self._post(self._on_death, Death.of(error))
 
     def _warm_up_all(self) -> None:
         """Loads all programs; those that are not on disk are compiled there first."""
@@ -335,9 +280,10 @@ class EngineWorker:
             self._num_vacated = len({id(one) for one, _ in updates if one.is_finished})
             self._rounds += 1
             self.busy_since = None
+        num_tokens = sum(len(one.tokens) for one in events if isinstance(one, Tokens))
+        self._num_tokens += num_tokens
         self.load = self._measure()
-        if events:
-            self._post(self._deliver, events)
+        self._post(self._deliver, events, num_tokens)
         return True
 
     def _all_mail(self) -> list:
@@ -391,15 +337,16 @@ class EngineWorker:
         if request is None:
             return []
         self._engine.abort(request)
-        return [Tokens(key, [], None, request, None, request.num_cached)]
+        return [Tokens(key, [], None, Ended.of(request), None, request.num_cached)]
 
     def _event(self, request: Request, tokens: list[int]) -> Tokens:
         logprobs = None
         if request.logprobs is not None:
             logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
-        end = request if request.is_finished else None
-        if end is not None:
+        end = None
+        if request.is_finished:
             del self._running[request.id]
+            end = Ended.of(request)
         last_round = request.last_round if tokens else None
         is_first = bool(tokens) and len(tokens) == len(request.output)
         prompt = request.prompt_logprobs if is_first else None
@@ -431,4 +378,5 @@ class EngineWorker:
             num_verified={} if policy is None else policy.num_verified,
             survival=SurvivalCounts() if policy is None else policy.counts,
             predicted_rate=0.0 if policy is None else policy.rate,
+            num_tokens=self._num_tokens,
         )

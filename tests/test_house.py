@@ -166,11 +166,14 @@ def test_each_file_of_peagle_jax_sees_only_those_before_it():
 EDGES = ("rpc", "http", "client")
 """Folders of serving that speak a protocol; what they share stands in serving itself."""
 
+TOGETHER = (["app.py"], ["engine_process.py"])
+"""They put the edges together, each in a process of its own."""
+
 
 def test_protocol_folders_of_serving_do_not_import_each_other():
     for name in NAMES:
         folder, *rest = Path(name).parts
-        if folder != "serving" or rest == ["app.py"]:  # puts the edges together
+        if folder != "serving" or rest in TOGETHER:
             continue
         others = {f"serving.{edge}" for edge in EDGES if edge != rest[0]}
         wrong = {m for m in imports(name) if ".".join(m.split(".")[:2]) in others}

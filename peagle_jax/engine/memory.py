@@ -7,7 +7,6 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +23,7 @@ from peagle_jax.config import (
 )
 from peagle_jax.engine.prefill_shapes import prefill_shapes
 from peagle_jax.engine.round_shapes import round_shapes
+from peagle_jax.engine.stats import DeviceMemory
 from peagle_jax.parallel.devices import first_devices, own_devices
 from peagle_jax.parallel.processes import least
 from peagle_jax.parallel.shares import local_attention, vocabulary_rows
@@ -184,14 +184,6 @@ def free_bytes(num_devices: int) -> int | None:
         return None
     free = free_host_bytes()
     return None if free is None else least(free // len(devices))  # they share the host's memory
-
-
-class DeviceMemory(NamedTuple):
-    """Bytes of one device: in use, the most since the start of the process, and what jax may use."""
-
-    used: int
-    peak: int
-    limit: int
 
 
 def device_memory(num_devices: int) -> dict[int, DeviceMemory]:

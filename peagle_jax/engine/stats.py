@@ -3,10 +3,18 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.request import at_least
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of one device: in use, the most since the start of the process, and what jax may use."""
+
+    used: int
+    peak: int
+    limit: int
 
 
 @dataclass(frozen=True)

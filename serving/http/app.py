@@ -144,7 +144,7 @@ class _Pages:
 
     async def metrics(self, request: Request) -> Response:
         return Response(
-            self._frontend.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST}
+            await self._frontend.metrics_text(), headers={"content-type": CONTENT_TYPE_LATEST}
         )
 
     async def version(self, request: Request) -> Response:

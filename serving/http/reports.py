@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from peagle_jax.engine.request import PromptLogprob, Request, TokenLogprob
+from peagle_jax.engine.request import PromptLogprob, TokenLogprob
 from peagle_jax.engine.stats import Acceptance
 from peagle_jax.text import Detokenizer, Tokenizer
+from serving.messages import Ended
 from serving.rounds import RoundReports, token_name
 from serving.stream import Delta, Stream
 from serving.turns import Later
@@ -165,7 +166,7 @@ def speculation(streams: Sequence[Stream]) -> dict:
     return {"metrics": {"speculative_decoding": block}}
 
 
-def _requests(streams: Sequence[Stream]) -> list[Request]:
+def _requests(streams: Sequence[Stream]) -> list[Ended]:
     return [request for stream in streams for request in stream.requests]
 
 

@@ -106,13 +106,16 @@ class HttpServer:
         self._server = _Uvicorn(self._config, gate, time_limits or TimeLimits())
         self._task: asyncio.Task | None = None
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, *, shares_port: bool = False) -> int:
         """Listens, and returns the port.
+
+        Args:
+          shares_port: whether other processes of the server listen there too.
 
         Raises:
           OSError: the address cannot be used.
         """
-        listener = _listen(host, port)
+        listener = _listen(host, port, shares_port)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not (self._server.started or self._task.done()):
             await asyncio.sleep(0.01)
@@ -129,14 +132,18 @@ class HttpServer:
         await self._task
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, shares_port: bool) -> socket.socket:
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = addresses[0]
         # As gRPC does, which also accepts IPv4 on "::".
         both = host == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(
-            address, family=family, backlog=_BACKLOG, dualstack_ipv6=both
+            address,
+            family=family,
+            backlog=_BACKLOG,
+            dualstack_ipv6=both,
+            reuse_port=shares_port,
         )
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error

@@ -19,8 +19,6 @@ from serving.rpc.wire import WireLimits
 from serving.tls import Certificates
 
 _OPTIONS = (
-    # With SO_REUSEPORT two servers on one port would share its calls without an error.
-    ("grpc.so_reuseport", 0),
     # Gateways ping idle connections every 30 s, load generators more often; by default gRPC closes these.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -66,6 +64,7 @@ class RpcServer:
       idle_seconds: how long a connection without calls stays open.
       max_connection_seconds: age at which a client is asked to connect again; 0 is no limit.
       with_reflection: whether clients may list the services.
+      shares_port: whether other processes of the server listen on its port too.
     """
 
     def __init__(
@@ -80,9 +79,12 @@ class RpcServer:
         idle_seconds: float = 300.0,
         max_connection_seconds: float = 0.0,
         with_reflection: bool = False,
+        shares_port: bool = False,
     ):
         options = [
             *_OPTIONS,
+            # With SO_REUSEPORT two servers on one port would share its calls without an error.
+            ("grpc.so_reuseport", int(shares_port)),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.server_handshake_timeout_ms", _milliseconds(handshake_seconds)),

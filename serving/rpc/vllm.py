@@ -1,5 +1,6 @@
 """`vllm.grpc.engine.VllmEngine`: the service that gateways for vLLM call. Its proto documents all fields."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
@@ -84,8 +85,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Ends requests of the caller by id."""
         if len(request.request_ids) > _MAX_ABORTS:
             raise invalid("request_ids", f"more than {_MAX_ABORTS}")
-        for request_id in request.request_ids:
-            self._frontend.abort(request_id)
+        await asyncio.gather(*map(self._frontend.abort, request.request_ids))
         return pb.AbortResponse()
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context) -> pb.FlushCacheResponse:
@@ -119,7 +119,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         """The server and its settings."""
         frontend = self._frontend
         return pb.GetServerInfoResponse(
-            active_requests=frontend.num_open,
+            active_requests=await frontend.count_open(),
             last_receive_timestamp=self._last_request,
             uptime_seconds=time.time() - frontend.started,
             server_type=NAME,
@@ -239,7 +239,7 @@ class _Pace:
     def measure(self) -> float:
         """The latest rate, 0 before the first; frequent calls do not make the measurement shorter."""
         seconds = self._frontend.load.sequence_seconds - self._seconds
-        tokens = self._frontend.metrics.num_tokens - self._tokens
+        tokens = self._frontend.load.num_tokens - self._tokens
         if tokens >= _LEAST_TOKENS and seconds > 0:
             self._rate = self._frontend.config.max_num_seqs * tokens / seconds
             self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens

@@ -11,6 +11,7 @@ from serving.frontend import Frontend, State
 from serving.http.server import HttpServer
 from serving.limits import Limits
 from serving.rpc.server import RpcServer
+from serving.worker import EngineWorker
 from tests.waiting import LIMIT, eventually
 
 _OF_BOTH = ("tokens", "certificates", "max_message_bytes")
@@ -79,7 +80,7 @@ class LiveServer:
         )
 
     async def _start(self, frontend_options: dict, http: bool, options: dict) -> None:
-        self.frontend = Frontend(self.engine, **frontend_options)
+        self.frontend = Frontend(EngineWorker(self.engine), **frontend_options)
         self.server = RpcServer(self.frontend, **options)
         port = await self.server.start("127.0.0.1", 0)
         self.address = f"127.0.0.1:{port}"

@@ -6,7 +6,8 @@ import time
 import httpx
 import pytest
 
-from serving.app import _limits, make_engine
+from serving.app import _limits
+from serving.engines import make_engine
 from serving.errors import Code, ServiceError
 from serving.metrics import Metrics
 from serving.settings import Settings
@@ -29,7 +30,7 @@ def answer(server, http, pace):
         running = lambda: server.engine.scheduler.num_running
         eventually(lambda: server.call(running) and pace.is_waiting.is_set())
         pace.release(2)
-        assert server.call(server.frontend.abort, "mine")
+        assert server.run(server.frontend.abort("mine"))
         pace.release(10)
         thread.join(LIMIT)
         return found[0]

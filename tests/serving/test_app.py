@@ -20,8 +20,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from peagle_jax import EngineConfig, runs
 from peagle_jax.config import ConfigError
 from peagle_jax.model_folders import embedded
-from serving.app import make_engine
 from serving.client import main
+from serving.engines import make_engine
 from serving.settings import Settings, read_models, served_name
 from tests.cli import conftest
 from tests.serving.certificates import authority, signed
@@ -134,9 +134,9 @@ def test_it_can_be_stopped_while_it_loads(number):
     Imports run `exec` of strings, where CPython takes a KeyboardInterrupt for unhandled.
     """
     program = (
-        "import os, serving.__main__\n"
+        "import os, serving.__main__, serving.settings\n"
         f"signalled = 'os.kill(os.getpid(), {int(number)})\\nwhile True: pass'\n"
-        "serving.__main__.read_models = lambda settings: exec(signalled)\n"
+        "serving.settings.read_models = lambda settings: exec(signalled)\n"
         "serving.__main__.main(['--port', '0', '--http-port', '-1'])\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=LIMIT)

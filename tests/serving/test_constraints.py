@@ -33,7 +33,10 @@ def run(engine, work):
     """Runs `work(constraints)` in an event loop, with constraints that are closed afterwards."""
 
     async def main():
-        made = Constraints(engine)
+        compiled = lambda text, number: [engine.grammars.matcher(text) for _ in range(number)]
+        prepare = lambda: engine.grammars.prepare()
+        worker = dict(description=engine, matchers=compiled, prepare_matchers=prepare)
+        made = Constraints(SimpleNamespace(**worker))
         try:
             return await asyncio.wait_for(work(made), LIMIT)
         finally:

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from peagle_jax import EngineConfig
 from peagle_jax.engine.stats import Acceptance
+from serving.messages import Load
 from serving.metrics import Metrics
-from serving.worker import Load
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())

@@ -297,7 +297,7 @@ def test_health_goes_down_with_the_engine(make_engine):
     from serving.app import _announce
 
     server = LiveServer(make_engine())
-    server.call(lambda: asyncio.ensure_future(_announce(server.frontend, server.server, None)))
+    server.call(lambda: asyncio.ensure_future(_announce(server.frontend, server.server)))
     statuses = health_pb2.HealthCheckResponse
     with grpc.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)

@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from peagle_jax import EngineConfig, draft_schedule
 from peagle_jax.engine import adaptive, memory
 from peagle_jax.engine.round_times import RoundTimes
+from serving.messages import Load, Tokens
 from serving.metrics import Metrics
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
-from serving.worker import Load, Tokens
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT, eventually
 

@@ -64,7 +64,7 @@ def test_every_option_exists_in_all_three_places(file):
         prefill_chunk=77, prefill_rows=3, small_prefills=True,
         max_connections=7, max_connections_per_address=3, otlp_endpoint="http://host:4317",
         num_speculative_tokens_per_batch_size="[[1,8,7],[9,64,0]]", adaptive="off",
-        selector=False, draft_sampling="sample", verify_method="block",
+        selector=False, draft_sampling="sample", verify_method="block", api_processes=2, ready="first", compile_only=True,
     )  # fmt: skip
     tls = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
     hosts = dict(tensor_parallel=2, num_hosts=2, host_index=1, coordinator="127.0.0.1:7000")

@@ -18,8 +18,8 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from peagle_jax import SamplingParams
+from serving.messages import Load
 from serving.rpc.vllm import _Pace
-from serving.worker import Load
 from tests.serving.live import LiveServer
 from tests.waiting import eventually
 
@@ -388,12 +388,11 @@ def test_a_server_without_a_tokenizer_takes_ids_only(make_engine):
 def test_the_reported_speed_is_that_of_full_slots(running):
     """A gateway divides waiting tokens by it: equal servers must report the same, whatever runs on them."""
     slots, tokens, seconds = 4, 0, 0.0
-    metrics, config = SimpleNamespace(num_tokens=0), SimpleNamespace(max_num_seqs=slots)
-    frontend = SimpleNamespace(metrics=metrics, config=config, load=Load())
+    frontend = SimpleNamespace(config=SimpleNamespace(max_num_seqs=slots), load=Load())
     pace = _Pace(frontend)
     assert pace.measure() == 0
     for _ in range(200):  # rounds of 10 ms, in which each sequence gets 2 tokens
         tokens, seconds = tokens + 2 * running, seconds + 0.01 * running
-        metrics.num_tokens, frontend.load = tokens, Load(sequence_seconds=seconds)
+        frontend.load = Load(num_tokens=tokens, sequence_seconds=seconds)
         assert pace.measure() in (0, pytest.approx(slots * 2 / 0.01))
     assert pace.measure() > 0

@@ -1,0 +1,166 @@
+"""The process of the engine: it holds jax, the weights, the scheduler and the pages, and talks to no client.
+
+    python -m serving.engine_process DESCRIPTOR
+
+The descriptor is a socket to the first process of the server; `children` starts this one. It imports jax while the first
+process reads options and files. Then it gets the sockets to the other processes that serve clients, and what to serve.
+"""
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from peagle_jax.config import ConfigError
+from serving.children import DEFAULT, Begin
+from serving.family import end_orphan, follow_parent
+from serving.hosts import FAILED, LOST
+from serving.hub import Hub
+from serving.logs import configure
+from serving.messages import Death
+from serving.settings import Settings
+from serving.worker import EngineWorker, ProgressLog
+
+if TYPE_CHECKING:
+    from peagle_jax import Engine
+    from serving.rpc.leader import Leader
+
+_MOST_SERVERS = 253  # sockets that one message can carry
+
+
+def follow_host(begin: Begin) -> None:
+    """Repeats the calls of host 0 until the process ends; it does not return. Raises as `several_hosts.follow` does."""
+    from serving.rpc.several_hosts import follow
+
+    _prepare(begin)
+    follow(begin.settings, _maker(begin))
+
+
+def compile_only(begin: Begin) -> int:
+    """Puts the programs of the settings, and the times of rounds, on disk; returns the exit code.
+
+    Raises:
+      ConfigError: programs are not kept on disk here; or as `make_engine`.
+    """
+    from peagle_jax.engine import stored_programs
+
+    _prepare(begin)
+    engine = _maker(begin)(begin.settings)
+    engine.compile_missing(report=ProgressLog())
+    if engine.missing_on_disk() is None:
+        raise ConfigError("programs are not kept on disk here: the log says why")
+    engine.warm_up()
+    _say(f"{engine.programs.num_compiled} programs are in {stored_programs.kept_in()}")
+    return 0
+
+
+def waits_for_all(settings: Settings) -> bool:
+    """Whether the server serves once all programs are loaded, see `Settings.ready`."""
+    from peagle_jax import runs
+
+    return settings.ready == "all" or (settings.ready is None and runs.compiles_in_children())
+
+
+def _prepare(begin: Begin) -> None:
+    from peagle_jax import runs
+
+    configure(begin.settings.log_level)
+    if not begin.settings.no_cache:
+        runs.keep_compiled_programs(begin.cache_home)
+
+
+def _maker(begin: Begin) -> "Callable[[Settings], Engine]":
+    module, name = begin.make_engine
+    return getattr(import_module(module), name)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+class _Process:
+    """The engine's process, from its first message to its end."""
+
+    def __init__(self, connections: Sequence[socket.socket]):
+        self._leader: Leader | None = None
+        self._hub = Hub(connections, on_lost=self._end_as_orphan)
+
+    def run(self) -> int:
+        """Serves until the first process ends it; returns the exit code."""
+        _, begin = self._hub.orders.get()
+        try:
+            worker = self._start(begin)
+        except (ConfigError, OSError) as error:
+            self._hub.send(("refused", " ".join(str(error).split())))
+            return 2
+        _, timeout, code = self._hub.orders.get()
+        has_ended = worker.stop(timeout)
+        if self._leader is not None:
+            others = LOST if code == FAILED else 0
+            self._leader.end(code, "the service has ended", others=others)
+        if not has_ended:
+            # The interpreter aborts if it exits while a thread compiles or waits for a device.
+            logging.shutdown()
+            os._exit(code)
+        return code
+
+    def _start(self, begin: Begin) -> EngineWorker:
+        _prepare(begin)
+        make_engine = _maker(begin)
+        if begin.settings.num_hosts > 1:
+            return self._lead(begin.settings, make_engine)
+        engine = make_engine(begin.settings)
+        worker = EngineWorker(engine, waits_for_all=waits_for_all(begin.settings))
+        self._hub.describe(worker)
+        return worker
+
+    def _lead(
+        self, settings: Settings, make_engine: "Callable[[Settings], Engine]"
+    ) -> EngineWorker:
+        """The worker of an engine whose calls other hosts repeat."""
+        from serving.rpc.several_hosts import (
+            failures_end_all,
+            lead,
+        )  # gRPC, which one host does not need
+
+        self._leader = leader = lead(settings, _say)
+        with failures_end_all(leader):
+            engine = make_engine(settings)
+            engine.programs.on_call = leader.send
+            worker = EngineWorker(
+                engine,
+                waits_for_all=waits_for_all(settings),
+                before_death=leader.wait_for_blame,
+            )
+            leader.call_on_stop(partial(self._hub.send, ("stop",), to=0))
+            leader.watch_rounds(lambda: worker.busy_since)
+            self._hub.describe(worker, self._end_hosts)
+        return worker
+
+    def _end_hosts(self, death: Death) -> None:
+        self._leader.end(FAILED, "the engine failed, see above")
+
+    def _end_as_orphan(self) -> None:
+        if self._leader is not None:
+            self._leader.end(FAILED, "the first process of host 0 has ended")
+        end_orphan("the engine's process")
+
+
+def main() -> int:
+    """Runs the process of the engine; returns the exit code."""
+    follow_parent()
+    first = socket.socket(fileno=int(sys.argv[1]))
+    import_module(DEFAULT[0])
+    begun, others, *_ = socket.recv_fds(first, 1, _MOST_SERVERS)
+    if not begun:
+        return 1  # the first process has said why it serves nothing
+    return _Process([first, *(socket.socket(fileno=one) for one in others)]).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Makes the engine of a server's settings. The process of the engine imports this; the other processes need no jax."""
+
+import itertools
+import secrets
+from dataclasses import replace
+
+from peagle_jax import Engine, EngineConfig, runs
+from peagle_jax.draft_head import DraftHead
+from peagle_jax.engine.memory import pages_in
+from peagle_jax.loading import load_weights
+from peagle_jax.models import Decoder
+from serving.option_types import num_bytes
+from serving.settings import Settings, engine_config
+
+
+def make_engine(settings: Settings) -> Engine:
+    """The engine of the settings, not yet warm.
+
+    Raises:
+      ConfigError: see `load_weights` and `Engine`.
+    """
+    config = sized_config(settings)
+    target, head, tokenizer = load_weights(
+        settings.model,
+        settings.drafter,
+        method=settings.method,
+        dtype=config.dtype,
+        quantization=settings.quantization,
+        tensor_parallel=settings.tensor_parallel,
+        activations=config.activations,
+    )
+    return engine_of(settings, config, target, head, tokenizer=tokenizer)
+
+
+def sized_config(settings: Settings) -> EngineConfig:
+    """The engine's config on this device, without the pages of `kv_cache_memory`."""
+    config = engine_config(settings, runs.choose_dtype(settings.dtype))
+    names = "prefill_chunk", "prefill_rows", "small_prefills"
+    return runs.with_prefill_sizes(config, **{name: getattr(settings, name) for name in names})
+
+
+def engine_of(
+    settings: Settings, config: EngineConfig, target: Decoder, head: DraftHead | None, **parts
+) -> Engine:
+    """The engine of models that are on the device.
+
+    Args:
+      config: of `sized_config`.
+      parts: further arguments of `Engine`.
+
+    Raises:
+      ConfigError: see `Engine`.
+    """
+    if settings.kv_cache_memory is not None:
+        drafter = None if head is None else head.config
+        pages = pages_in(num_bytes(settings.kv_cache_memory), target.config, drafter, config)
+        config = replace(config, num_pages=pages)
+    engine = Engine(target, head, config, **parts)
+    # Requests without a seed are drawn anew after each start, and by each of several servers.
+    engine.numbers = itertools.count(secrets.randbits(62))
+    return engine

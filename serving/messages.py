@@ -1,0 +1,265 @@
+"""What the engine and its servers say to each other, in one process or over a socket. No jax here."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, Self
+
+from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
+from peagle_jax.engine.pages import Salt
+from peagle_jax.engine.request import PromptLogprob, Request, Round, TokenLogprob
+from peagle_jax.engine.rules import banned_ids, check_request
+from peagle_jax.engine.stats import Acceptance, DeviceMemory, NgramCounts, SurvivalCounts
+from peagle_jax.sampling_params import SamplingParams
+from peagle_jax.text import Tokenizer
+
+Name = tuple[str, str]
+"""Caller and id of a request: a caller's ids are unique among its open requests."""
+MatcherOf = Hashable
+"""A constraint compiled for one sequence: a `Matcher` where the engine is, elsewhere what stands for one."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sequence to generate. The submitter chooses `key`; it is unique among the jobs that run.
+
+    Jobs with different `salt` share no cached prefix.
+    """
+
+    key: Hashable
+    prompt: list[int]
+    params: SamplingParams
+    salt: Salt = ()
+    priority: int = 0
+    matcher: MatcherOf | None = None
+    """The constraint of `params`, for this sequence alone."""
+
+
+class Ended(NamedTuple):
+    """How a sequence ended, with the fields that `Acceptance.of` reads; times are of `time.monotonic`."""
+
+    finish_reason: str
+    stop_reason: int | str | None
+    error: str | None
+    error_is_the_clients: bool
+    num_tokens: int
+    """Output tokens."""
+    num_draft: int
+    rounds: int
+    emitted: int
+    drafted: int
+    accepted: int
+    accepted_per_position: list[int]
+    drafted_per_position: list[int]
+    start_time: float | None
+    first_token_time: float | None
+    finish_time: float | None
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """The record of a request that has ended."""
+        return cls(
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            error=request.error,
+            error_is_the_clients=request.error_is_the_clients,
+            num_tokens=len(request.output),
+            num_draft=request.num_draft,
+            rounds=request.rounds,
+            emitted=request.emitted,
+            drafted=request.drafted,
+            accepted=request.accepted,
+            accepted_per_position=request.accepted_per_position,
+            drafted_per_position=request.drafted_per_position,
+            start_time=request.start_time,
+            first_token_time=request.first_token_time,
+            finish_time=request.finish_time,
+        )
+
+
+class Tokens(NamedTuple):
+    """Output of one round for a sequence. The last event of a sequence has `request`."""
+
+    key: Hashable
+    tokens: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    request: Ended | None = None
+    round: Round | None = None
+    """Drafts of the round; None if prefill sampled the token, or without tokens."""
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had."""
+    prompt_logprobs: list[PromptLogprob | None] | None = None
+    """With the first tokens of a sequence, if its request has `prompt_logprobs`."""
+
+
+class IdIsTaken(ValueError):
+    """A request of the same caller has this id and runs already, in whichever process."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Jobs that were submitted together and are refused: `ConfigError`, `QueueFull` or `IdIsTaken`."""
+
+    keys: tuple[Hashable, ...]
+    error: Exception
+
+
+Event = Tokens | Refused
+
+
+@dataclass(frozen=True)
+class Load:
+    """State of the engine after a round."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    """Prompt tokens of the waiting requests; the prefix cache may have some of them."""
+    pages_used: int = 0
+    pages_total: int = 0
+    pages_idle: int = 0
+    """Pages of the prefix cache that no request holds; they count as free."""
+    prefix_queried: int = 0
+    """Prompt tokens looked up in the prefix cache so far."""
+    prefix_found: int = 0
+    """Prompt tokens found there."""
+    rings_restored: int = 0
+    """How often a prompt went on from saved rings, see `EngineConfig.saved_rings`."""
+    num_preemptions: int = 0
+    num_not_finite: int = 0
+    """Requests that ended because their logits were not finite."""
+    rounds: int = 0
+    """Calls of `Engine.step` so far."""
+    sequence_seconds: float = 0.0
+    """Seconds of these rounds, each times its running sequences."""
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    """Counts of all rounds so far that had drafts."""
+    ngram: NgramCounts = field(default_factory=NgramCounts)
+    """Counts of the rounds so far that had n-gram drafts, those of the warm-up included."""
+    num_draft: Mapping[int, int] = field(default_factory=dict)
+    """K, drafts per round, by batch size."""
+    num_draft_changes: int = 0
+    """How often the K of a batch size was replaced at run time."""
+    num_verified: Mapping[int, int] = field(default_factory=dict)
+    """Most drafts that a round verifies in all, by batch size where some rounds are ragged."""
+    survival: SurvivalCounts = field(default_factory=SurvivalCounts)
+    """Counts of the rounds of these batch sizes, those of the warm-up included."""
+    predicted_rate: float = 0.0
+    """Tokens per second that the last choice of K predicts; 0 before the first."""
+    num_tokens: int = 0
+    """Tokens generated for requests so far, over all servers of the engine."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV pages in use."""
+        return self.pages_used / self.pages_total if self.pages_total else 0.0
+
+
+@dataclass(frozen=True)
+class Death:
+    """Why the engine serves no longer: the kind of its exception, or of its end, and all that is known."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """The death by an exception."""
+        return cls(type(error).__name__, repr(error))
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a server reads of an engine. It can be pickled.
+
+    Attributes:
+      tokenizer: None if the model is served without one.
+    """
+
+    config: EngineConfig
+    target_config: TargetConfig
+    drafter_config: DrafterConfig | None
+    tokenizer: Tokenizer | None
+
+    def validate(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Checks a request as the engine does.
+
+        Raises:
+          ConfigError: the request can never run; `field` is "prompt" or a field of `SamplingParams`.
+        """
+        check_request(
+            prompt,
+            params,
+            self.config,
+            vocab_size=self.target_config.vocab_size,
+            has_tokenizer=self.tokenizer is not None,
+            eos_ids=self.target_config.eos_ids,
+            banned_ids=banned_ids(params.bad_words, self.tokenizer),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener:
+    """What a server does when its engine, or another server of this engine, calls it: in its event loop.
+
+    Args:
+      deliver: called after each round with the events of this server's requests, in order, and the tokens that the
+        round gave to all requests of the engine; None if another server counts them.
+      on_ready: called when requests can be served; smaller batches may still compile.
+      on_death: called with the reason; no events follow.
+      abort: ends the open request of a caller and an id.
+      snapshot: returns what `Worker.gather` of another server gets.
+    """
+
+    deliver: Callable[[Sequence[Event], int | None], None]
+    on_ready: Callable[[], None]
+    on_death: Callable[[Death], None]
+    abort: Callable[[Name], None]
+    snapshot: Callable[[], object]
+
+
+class Worker(Protocol):
+    """The engine as a server uses it: `EngineWorker` in the same process, `RemoteEngine` in another one."""
+
+    description: Description
+    load: Load
+    """State after the last round. It is replaced as a whole, so any thread may read it."""
+    busy_since: float | None
+    """`time.monotonic()` at which the round in progress began; None between rounds."""
+    batch_sizes_pending: int
+    """Batch sizes with a program that is not compiled yet."""
+    device_memory: Mapping[int, DeviceMemory]
+    """Of each device that reports it, by rank."""
+
+    def start(self, listener: Listener) -> None:
+        """Begins to serve; `Listener` says what follows. Call it in the event loop."""
+
+    def submit(self, jobs: Sequence[Job], name: Name) -> None:
+        """Queues the jobs of a request, all or none; the results arrive as events."""
+
+    def abort(self, key: Hashable) -> None:
+        """Ends a job. Unless it has ended already, its last event has the finish reason "abort"."""
+
+    def closed(self, name: Name) -> None:
+        """A request has ended: another one may have its id."""
+
+    async def abort_elsewhere(self, name: Name) -> bool:
+        """Ends a request that another server of the same engine has accepted; False if there is none."""
+
+    async def gather(self) -> list:
+        """Snapshots of the other servers of the same engine."""
+
+    def flush_prefix_cache(self, salt: Salt, on_done: Callable[[int], None]) -> None:
+        """Forgets idle pages as `Engine.flush_prefix_cache` does, between two rounds.
+
+        Args:
+          on_done: called in the event loop with the number of pages; not after `stop` or a death.
+        """
+
+    def prepare_matchers(self) -> None:
+        """Reads the vocabulary for constraints; blocks. Raises `ConfigError` if it cannot be used for them."""
+
+    def matchers(self, definition: str, number: int) -> list[MatcherOf]:
+        """Compiles a checked constraint for so many sequences; blocks. Raises `ConfigError`."""
+
+    def stop(self, timeout: float) -> bool:
+        """Ends the engine after its round; whether it ended within `timeout` seconds."""

@@ -1,0 +1,37 @@
+"""Rules of options that concern several of them, and of the number of processes that serve clients."""
+
+import socket
+from typing import Any
+
+
+def check_combinations(settings: Any) -> None:
+    """Raises ValueError if two options contradict each other, or this platform cannot do what one asks for.
+
+    Args:
+      settings: `Settings`, which imports this module.
+    """
+    if settings.http_port not in (0, -1) and settings.http_port == settings.port:
+        raise ValueError(f"http_port={settings.http_port} must differ from port")
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise ValueError("tls_cert and tls_key belong together: give both or neither")
+    if settings.tls_client_ca and not settings.tls_cert:
+        raise ValueError("tls_client_ca checks clients of TLS: give tls_cert and tls_key too")
+    if settings.compile_only and settings.no_cache:
+        raise ValueError("compile_only puts programs on disk, and no_cache forbids that")
+    if settings.drafter and settings.method == "none":
+        raise ValueError("method none takes no drafter: leave one of the two out")
+    if (settings.api_processes or 1) > 64:
+        raise ValueError(f"api_processes={settings.api_processes} must be at most 64")
+    if (settings.api_processes or 1) > 1 and not hasattr(socket, "SO_REUSEPORT"):
+        rule = "processes cannot share ports on this platform (no SO_REUSEPORT): leave it out"
+        raise ValueError(f"api_processes={settings.api_processes}: {rule}")
+
+
+def default_servers(max_num_seqs: int) -> int:
+    """Processes that serve clients where no number is asked for, by the most requests that decode at once."""
+    return 1
+
+
+def share(total: int, num_servers: int) -> int:
+    """The share of each process in a limit of the whole server, rounded up."""
+    return -(-total // num_servers)

@@ -1,0 +1,133 @@
+"""The sockets between the processes of a server: whole messages, and a reader that stalls delays no other."""
+
+import random
+import socket
+import threading
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+
+from peagle_jax.config import ConfigError
+from peagle_jax.engine.request import Round, TokenLogprob
+from peagle_jax.engine.stats import Acceptance, NgramCounts, SurvivalCounts
+from serving import hub
+from serving.frames import Channel, Inbox, encode, packed, packed_load, unpacked, unpacked_load
+from serving.hub import Hub
+from serving.messages import Ended, Job, Load, Refused, Tokens
+from tests.waiting import LIMIT, eventually
+
+ENDED = Ended("stop", 7, None, False, 9, 3, 4, 8, 12, 5, [3, 2], [4, 4, 4], 1.0, 2.0, 3.0)
+EVENTS = [
+    Tokens(
+        (1, 5, 0), [1, 2], [TokenLogprob(-0.5, [(3, -1.0)])] * 2, ENDED, Round([4, 5], 1, 2), 16
+    ),
+    Tokens((1, 5, 1), [], None, None, None),
+    Refused(((1, 6, 0), (1, 6, 1)), ConfigError.of("prompt", "is empty")),
+]
+
+
+class Worker:
+    """What the hub uses of a worker; it runs nothing."""
+
+    def __init__(self):
+        parts = dict(config=None, target_config=None, drafter_config=None, tokenizer=None)
+        self.description, self.load = SimpleNamespace(**parts), Load()
+        self.batch_sizes_pending, self.busy_since, self.device_memory = 0, None, {}
+        self.submitted, self.aborted = [], []
+
+    def start(self, listener, call) -> None:
+        self.listener = listener
+
+    def submit(self, jobs, name) -> None:
+        self.submitted += jobs
+
+    def abort(self, key) -> None:
+        self.aborted.append(key)
+
+
+@pytest.fixture
+def connected():
+    """A hub with its worker, and the other ends of its two sockets."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    made, lost = Worker(), threading.Event()
+    connection = Hub([one for one, _ in pairs], on_lost=lost.set)
+    connection.describe(made)
+    ends = [Channel(one) for _, one in pairs]
+    for one in ends:
+        one.connection.settimeout(LIMIT)
+        assert one.receive()[0] == "described"
+    yield SimpleNamespace(worker=made, ends=ends, lost=lost)
+    for one in ends:
+        one.connection.close()
+    assert lost.wait(LIMIT)
+
+
+def test_messages_are_whole_however_their_bytes_arrive():
+    rng, messages = random.Random(1), [("a", i, "x" * i) for i in range(200)]
+    data = b"".join(map(encode, messages))
+    inbox, found, start = Inbox(), [], 0
+    while start < len(data):
+        size = rng.choice([1, 3, 50, 4000])
+        found += inbox.feed(data[start : start + size])
+        start += size
+    assert found == messages
+
+
+def test_events_arrive_as_they_were_sent_without_the_number_of_the_process():
+    (message,) = Inbox().feed(encode(("round", packed(EVENTS))))
+    first, second, refused = unpacked(message[1])
+    assert first == EVENTS[0]._replace(key=(5, 0))
+    assert second == EVENTS[1]._replace(key=(5, 1))
+    assert [type(first.round), type(first.request)] == [Round, Ended]
+    assert refused.keys == ((6, 0), (6, 1))
+    assert (refused.error.field, refused.error.rule) == ("prompt", "is empty")
+
+
+def test_a_load_arrives_as_it_was_sent():
+    counts = (
+        Acceptance(5, 6, 7, 8, (1, 2), (3, 4)),
+        NgramCounts(1, 2, 3),
+        SurvivalCounts(1, 2, 3, 0.5),
+    )
+    names = dict(zip(("acceptance", "ngram", "survival"), counts, strict=True))
+    numbers = {one.name: i for i, one in enumerate(fields(Load)) if one.type in (int, float)}
+    load = Load(num_draft={1: 3}, num_verified={8: 20}, **names, **numbers)
+    (message,) = Inbox().feed(encode(("load", packed_load(load))))
+    assert unpacked_load(message[1]) == load
+
+
+def job(number: int) -> Job:
+    return Job((number, 0), [1], None)
+
+
+def test_a_process_that_does_not_read_counts_as_gone_and_delays_no_other(connected, monkeypatch):
+    monkeypatch.setattr(hub, "_MOST_UNREAD", 1 << 20)
+    worker, reader = connected.worker, connected.ends[0]
+    for index, end in enumerate(connected.ends):
+        end.send(("submit", [job(3)], ("caller", f"id-{index}")))
+    eventually(lambda: len(worker.submitted) == 2)
+    assert {one.key for one in worker.submitted} == {(0, 3, 0), (1, 3, 0)}
+    rounds = 0
+    while not worker.aborted:
+        worker.listener.deliver([Tokens((i, 3, 0), [7] * 5000) for i in (0, 1)], 10_000)
+        assert reader.receive()[1] == [((3, 0), [7] * 5000, None, None, None, 0, None)]
+        rounds += 1
+        assert rounds < 1000
+    assert worker.aborted == [(1, 3, 0)]
+    assert not connected.lost.is_set()
+
+
+def test_the_requests_of_a_process_that_ends_are_aborted_and_their_ids_are_free(connected):
+    worker, (first, other) = connected.worker, connected.ends
+    name = "caller", "id"
+    other.send(("submit", [job(1)], name))
+    eventually(lambda: worker.submitted)
+    first.send(("submit", [job(2)], name))
+    kind, (refused,), *_ = first.receive()
+    assert (kind, refused.keys) == ("round", ((2, 0),))
+    other.connection.shutdown(socket.SHUT_RDWR)
+    eventually(lambda: worker.aborted == [(1, 1, 0)])
+    first.send(("submit", [job(3)], name))
+    eventually(lambda: len(worker.submitted) == 2)
+    assert worker.submitted[1].key == (0, 3, 0)

@@ -1,0 +1,246 @@
+"""The server as several processes: the same texts, one end for all of them, and limits that hold over all."""
+
+import json
+import os
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+
+from bench.served import Served
+from peagle_jax import EngineConfig, SamplingParams, load
+from serving.protos import peagle_v1_pb2 as pb
+from tests.cli import conftest
+from tests.serving.processes import Processes, connections, stopped
+from tests.waiting import LIMIT, eventually
+
+folders = conftest.folders
+Status = grpc.StatusCode
+SIZES = ("--max-model-len", "256", "--max-num-seqs", "8", "--prefill-chunk", "16", "-K", "3")
+LONG = pb.Stopping(max_tokens=200, ignore_eos=True)
+NUM_CONNECTIONS = 16
+"""The kernel gives each to one of two processes by its ports: one of them has none once in 32,768 runs."""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("PEAGLE_")}
+    return mine | {"HOME": str(tmp_path_factory.mktemp("home"))}
+
+
+@pytest.fixture(scope="module")
+def start(folders, environment, tmp_path_factory):
+    """Starts a server of the tiny model; options are added."""
+    servers: list[Served] = []
+
+    def start(*options: str) -> Served:
+        model = [item for item in folders.options() if item != "--no-cache"]
+        log = tmp_path_factory.mktemp("logs") / "log"
+        arguments = [*model, *SIZES, "--http-port", "0", *options]
+        servers.append(Served(arguments, log=log, environment=environment))
+        servers[-1].wait(LIMIT)
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.__exit__()
+
+
+@pytest.fixture(scope="module")
+def two(start) -> Served:
+    """A server whose clients two processes serve; tests must leave it empty."""
+    return start("--api-processes", "2", "--max-waiting", "64")
+
+
+def stream(stub, ids=(5, 6, 7), stopping=LONG, **fields):
+    return stub.Generate(
+        pb.GenerateRequest(tokens=pb.TokenIds(ids=ids), stopping=stopping, **fields)
+    )
+
+
+def end_of(call) -> tuple[Status, str, int]:
+    """Status, details and tokens of a stream that is read to its end."""
+    count = 0
+    try:
+        for delta in call:
+            count += len(delta.token_ids)
+    except grpc.RpcError:
+        pass
+    return call.code(), call.details(), count
+
+
+def ends_of(calls) -> list[tuple[Status, str, int]]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(end_of, calls))
+
+
+def begun(call):
+    """The stream, once its first token is there."""
+    next(call)
+    return call
+
+
+def test_only_the_process_of_the_engine_has_loaded_jax(two):
+    found = Processes(two)
+    has_jax = lambda pid: "jaxlib" in Path(f"/proc/{pid}/maps").read_text()
+    assert len(found.further) == 1
+    assert [has_jax(pid) for pid in found.all] == [False, True, False]
+
+
+def test_texts_of_many_clients_are_those_of_the_engine(two, folders):
+    """Greedy, with K by load, half of them over HTTP."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(2, 60, rng.integers(1, 60)).tolist() for _ in range(32)]
+    sizes = dict(max_model_len=256, max_num_seqs=8, prefill_chunk=16, num_draft=3)
+    engine = load(folders.target, folders.peagle, config=EngineConfig(**sizes))
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    expected = [one.tokens for one in engine.generate(prompts, params)]
+    stopping = pb.Stopping(max_tokens=40, ignore_eos=True)
+
+    def over_http(prompt: list[int]) -> list[int]:
+        body = dict(
+            prompt=prompt, max_tokens=40, ignore_eos=True, temperature=0, return_token_ids=True
+        )
+        answer = httpx.post(f"http://{two.http_address}/v1/completions", json=body, timeout=LIMIT)
+        return answer.json()["choices"][0]["token_ids"]
+
+    with connections(two.address, NUM_CONNECTIONS) as stubs, ThreadPoolExecutor(32) as pool:
+        calls = [stream(stub, p, stopping) for stub, p in zip(stubs, prompts[:16], strict=True)]
+        read = lambda call: [token for delta in call for token in delta.token_ids]
+        found = [*pool.map(read, calls), *pool.map(over_http, prompts[16:])]
+    assert found == expected
+
+
+def test_a_request_is_aborted_by_its_id_in_whichever_process_it_runs(two):
+    with connections(two.address, NUM_CONNECTIONS) as stubs:
+        names = [f"abort-{i}" for i in range(NUM_CONNECTIONS)]
+        calls = [stream(stub, request_id=one) for stub, one in zip(stubs, names, strict=True)]
+        for call in calls:
+            call.initial_metadata()  # comes when the request is accepted
+        answer = stubs[0].Abort(pb.AbortRequest(request_ids=[*names, "unknown"]))
+        assert answer.aborted == NUM_CONNECTIONS
+        assert {code for code, *_ in ends_of(calls)} == {Status.OK}
+    lines = [line for line in log_of(two) if str(line.get("request_id")).startswith("abort-")]
+    assert {line.get("process", 0) for line in lines} == {0, 1}
+    assert any("abort" in line["finish_reasons"] for line in lines)
+
+
+def test_an_id_is_unique_over_all_processes(two):
+    with connections(two.address, NUM_CONNECTIONS) as stubs:
+        first = begun(stream(stubs[0], request_id="same"))
+        with stopped(Processes(two).engine):  # so that it runs when the others come
+            calls = [stream(stub, request_id="same") for stub in stubs]
+        codes = [code for code, *_ in ends_of(calls)]
+        first.cancel()
+    assert set(codes) <= {Status.ALREADY_EXISTS, Status.OK}
+    assert codes.count(Status.ALREADY_EXISTS) >= NUM_CONNECTIONS - 1
+
+
+def test_metrics_and_figures_are_the_same_in_every_process(two):
+    with connections(two.address, NUM_CONNECTIONS) as stubs:
+        before = counted(two)
+        short = pb.Stopping(max_tokens=3, ignore_eos=True)
+        assert {end[0] for end in ends_of([stream(stub, stopping=short) for stub in stubs])} == {
+            Status.OK
+        }
+    now = [counted(two) for _ in range(NUM_CONNECTIONS)]
+    assert now == [tuple(old + new for old, new in zip(before, (16, 48, 16), strict=True))] * 16
+
+
+def counted(server: Served) -> tuple[int, ...]:
+    """Requests, tokens and latencies as a connection of its own sees them."""
+    text = httpx.get(f"http://{server.http_address}/metrics", timeout=LIMIT).text
+    names = (
+        r'peagle:requests_total\{code="OK",[^}]*protocol="grpc"\}',
+        r"vllm:generation_tokens_total\{[^}]*\}",
+        r"vllm:time_to_first_token_seconds_count\{[^}]*\}",
+    )
+    return tuple(int(float(re.search(rf"^{name} (\S+)", text, re.MULTILINE)[1])) for name in names)
+
+
+def test_a_process_that_stops_delays_no_other_and_does_not_count_as_dead(two):
+    found = Processes(two)
+    with connections(two.address, NUM_CONNECTIONS) as stubs:
+        calls = [begun(stream(stub)) for stub in stubs]
+        done = []
+        for call in calls:
+            call.add_callback(lambda: done.append(1))
+        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+            with stopped(found.further[0]):
+                ends = [pool.submit(end_of, call) for call in calls]
+                eventually(lambda: done, "the other process ends its streams")
+            codes = {one.result()[0] for one in ends}
+    assert codes == {Status.OK}
+    with connections(two.address, 1) as (stub,):
+        call = begun(stream(stub))
+        with stopped(found.engine):
+            pass
+        assert end_of(call)[0] is Status.OK
+    assert found.all == Processes(two).all
+
+
+def log_of(server: Served) -> list[dict]:
+    return [json.loads(line) for line in server.text().splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("victim", ["engine", "further"])
+def test_the_death_of_one_process_ends_all(start, victim):
+    server = start("--api-processes", "2")
+    found = Processes(server)
+    with connections(server.address, NUM_CONNECTIONS) as stubs:
+        calls = [begun(stream(stub)) for stub in stubs[:8]] + [stream(stub) for stub in stubs[8:]]
+        os.kill(found.engine if victim == "engine" else found.further[0], signal.SIGKILL)
+        ends = ends_of(calls)
+    assert server.process.wait(LIMIT) == 1
+    found.wait_until_gone()
+    codes = {code for code, *_ in ends} - {Status.OK}
+    if victim == "engine":
+        assert codes == {Status.INTERNAL}
+        assert any("the engine died (process ended)" in details for _, details, _ in ends)
+    else:
+        assert codes == {
+            Status.UNAVAILABLE
+        }  # of the process that is gone, and of the one that ends
+    name = "the engine's process" if victim == "engine" else "process 1"
+    assert f"{name} ended by signal SIGKILL; the server ends" in server.text()
+    assert "Traceback" not in server.text()
+
+
+def test_no_process_outlives_the_first(start):
+    server = start("--api-processes", "2")
+    found = Processes(server)
+    os.kill(found.main, signal.SIGKILL)
+    server.process.wait(LIMIT)
+    found.wait_until_gone()
+    assert "the first process of the server has ended, and the engine's process ends too" in (
+        server.text()
+    )
+
+
+def test_a_signal_reaches_all_processes(start, tmp_path):
+    """SIGHUP reads tokens again in all; SIGINT of a terminal drains all once; no request is lost."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("first\n")
+    server = start("--api-processes", "2", "--auth-token-file", str(tokens))
+    found = Processes(server)
+    tokens.write_text("second\n")
+    server.process.send_signal(signal.SIGHUP)
+    read = lambda: {
+        one.get("process", 0) for one in log_of(server) if "read again" in one["message"]
+    }
+    eventually(lambda: read() == {0, 1}, "both have read the tokens")
+    with connections(server.address, NUM_CONNECTIONS) as stubs:
+        request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5]), stopping=LONG)
+        metadata = [("authorization", "Bearer second")]
+        calls = [begun(stub.Generate(request, metadata=metadata)) for stub in stubs]
+        for pid in found.all:  # as Ctrl-C does
+            os.kill(pid, signal.SIGINT)
+        ends = ends_of(calls)
+    assert {code for code, *_ in ends} == {Status.OK}
+    assert server.process.wait(LIMIT) == 0
+    found.wait_until_gone()
