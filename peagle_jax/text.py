@@ -322,6 +322,7 @@ class TextStream:
     ):
         self._detokenizer = Detokenizer(tokenizer, shown)
         self._stops = tuple(stops)
+        self._first_letters = frozenset(stop[:1] for stop in self._stops)
         self._num_early = min_tokens
         self._held = ""
         self._stopped = False
@@ -330,9 +331,12 @@ class TextStream:
         """Appends tokens and returns the new text that is final."""
         if not self._stops:
             return self._detokenizer.add(tokens)
-        early, self._num_early = self._num_early, max(0, self._num_early - len(tokens))
-        old = self._held + self._detokenizer.add(tokens[:early])
-        text = self._cut(old + self._detokenizer.add(tokens[early:]), len(old))
+        old = self._held
+        if early := self._num_early:
+            self._num_early = max(0, early - len(tokens))
+            old += self._detokenizer.add(tokens[:early])
+            tokens = tokens[early:]
+        text = self._cut(old + self._detokenizer.add(tokens), len(old))
         self._held = "" if self._stopped else self._start_of_stop(text)
         return text[: len(text) - len(self._held)]
 
@@ -353,7 +357,11 @@ class TextStream:
     def _start_of_stop(self, text: str) -> str:
         """Longest suffix of `text` that is a prefix of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stops):
-                return text[-size:]
+        tail = text[-longest:] if longest else ""
+        if self._first_letters.isdisjoint(tail):
+            return ""
+        for start, letter in enumerate(tail):
+            end = tail[start:]
+            if letter in self._first_letters and any(stop.startswith(end) for stop in self._stops):
+                return end
         return ""
