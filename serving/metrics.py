@@ -8,7 +8,7 @@ import collections
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -16,6 +16,7 @@ from peagle_jax import EngineConfig
 from peagle_jax.engine.memory import DeviceMemory
 from peagle_jax.engine.stats import Acceptance
 from serving.errors import Code, ServiceError
+from serving.histogram import Histogram
 from serving.stream import Stream
 from serving.worker import Event, Load, Tokens
 
@@ -78,19 +79,18 @@ class Metrics:
             for name, (text, labels) in _COUNTERS.items()
         }
         self._latencies = {
-            name: Histogram(
-                f"vllm:{name}_seconds", text, names, buckets=buckets, registry=self.registry
-            ).labels(**self._labels)
+            name: Histogram(f"vllm:{name}_seconds", text, self._labels, buckets)
             for name, (text, buckets) in _LATENCIES.items()
         }
         # vLLM's name for this histogram ends in _total.
         self._iteration = Histogram(
             "vllm:iteration_tokens_total",
             "Tokens a round gave to all requests.",
-            names,
-            buckets=_TOKENS,
-            registry=self.registry,
-        ).labels(**self._labels)
+            self._labels,
+            _TOKENS,
+        )
+        for histogram in (*self._latencies.values(), self._iteration):
+            self.registry.register(histogram)
         self.registry.register(_EngineCollector(self._labels, config, load, num_open, memory))
         self.num_tokens = 0
         """Tokens generated since the start."""
@@ -104,21 +104,25 @@ class Metrics:
 
     def round(self, events: Sequence[Event]) -> None:
         """Counts the events of a device call. Its rounds have equal shares of the time since the call before."""
-        now, total = time.monotonic(), 0
-        rounds = collections.Counter(
-            one.key for one in events if isinstance(one, Tokens) and one.tokens
-        )
-        gaps: dict[object, float] = {}
-        for event in events:
-            if not isinstance(event, Tokens):
-                continue
-            total += len(event.tokens)
-            before = self._last_tokens.pop(event.key, None)
-            if event.tokens and before is not None:
-                gap = gaps.setdefault(event.key, (now - before) / rounds[event.key])
-                self._latencies["inter_token_latency"].observe(gap)
-            if event.request is None:
-                self._last_tokens[event.key] = now
+        now, last = time.monotonic(), self._last_tokens
+        outputs = [one for one in events if isinstance(one, Tokens)]
+        rounds = collections.Counter([one.key for one in outputs if one.tokens])
+        # Most sequences had their tokens at the same time, so their gaps are observed at once.
+        gaps: dict[float, int] = {}
+        for key, number in rounds.items():
+            before = last.get(key)
+            is_first = before is None
+            gap = 0.0 if is_first else (now - before) / number
+            gaps[gap] = gaps.get(gap, 0) + number - is_first
+        for gap, times in gaps.items():
+            if times:
+                self._latencies["inter_token_latency"].observe(gap, times)
+        for one in outputs:
+            if one.request is None:
+                last[one.key] = now
+            else:
+                last.pop(one.key, None)
+        total = sum([len(one.tokens) for one in outputs])
         self.num_tokens += total
         if total:
             self._count("vllm:generation_tokens", total)
