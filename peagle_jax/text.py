@@ -3,7 +3,6 @@
 import codecs
 import contextlib
 import json
-import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
@@ -12,64 +11,10 @@ from pathlib import Path
 from tokenizers import Tokenizer as _Backend
 
 from peagle_jax.config import ConfigError
+from peagle_jax.token_bytes import Pieces, TokenBytes
 
-_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _IMPORT_LOCK = threading.Lock()
 """Serialises the import of transformers: concurrent imports see a partially initialised module."""
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE: printable Latin-1 as itself, other bytes from U+0100 on."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in visible]
-    shifted = {chr(0x100 + i): byte for i, byte in enumerate(others)}
-    return {chr(byte): byte for byte in visible} | shifted
-
-
-_BYTE_LEVEL = _byte_level_alphabet()
-
-
-class _Pieces:
-    """Bytes of each token: the decoder of tokenizer.json, applied to one token at a time.
-
-    Decoders in which a token's bytes depend on its neighbours are not supported. One exception: at the
-    start of a text `num_stripped` spaces are dropped.
-    """
-
-    def __init__(self, decoder: dict | None):
-        """`decoder` is its JSON; None: tokens are words, joined by spaces."""
-        self._replaced: list[tuple[str, str]] = []
-        self._is_byte_level = self._has_byte_tokens = False
-        self._prefix = "" if decoder else " "
-        self.num_stripped = len(self._prefix)
-        stages = [] if decoder is None else decoder.get("decoders", [decoder])
-        is_fused = False
-        for stage in stages:
-            match stage:
-                case {"type": "ByteLevel"}:
-                    self._is_byte_level = True
-                case {"type": "ByteFallback"}:
-                    self._has_byte_tokens = True
-                case {"type": "Fuse"}:
-                    is_fused = True
-                case {"type": "Replace", "pattern": {"String": old}, "content": new}:
-                    self._replaced.append((old, new))
-                case {"type": "Metaspace", "replacement": old, "prepend_scheme": scheme}:
-                    self._replaced.append((old, " "))
-                    self.num_stripped = int(scheme != "never")
-                case {"type": "Strip", "content": " ", "start": count, "stop": 0} if is_fused:
-                    self.num_stripped = count
-                case _:
-                    raise ConfigError(f"decoder {json.dumps(stage)} is not supported")
-
-    def of(self, token: str) -> bytes:
-        for old, new in self._replaced:
-            token = token.replace(old, new)
-        if self._has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
-            return bytes.fromhex(byte[1])
-        if self._is_byte_level and all(letter in _BYTE_LEVEL for letter in token):
-            return bytes(_BYTE_LEVEL[letter] for letter in token)
-        return (self._prefix + token).encode()
 
 
 def _read_settings(path: Path) -> dict:
@@ -107,12 +52,13 @@ class Tokenizer:
         self._backend.no_padding()
         decoder = self._backend.decoder
         try:
-            self._pieces = _Pieces(decoder and json.loads(decoder.__getstate__()))
+            self._pieces = Pieces(decoder and json.loads(decoder.__getstate__()))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         added = self._backend.get_added_tokens_decoder()
-        self._hidden = {token for token, one in added.items() if one.special}
-        self._bytes: dict[int, bytes] = {}
+        self._hidden = frozenset(token for token, one in added.items() if one.special)
+        self._bytes = {frozenset(): TokenBytes(self._compute_bytes)}
+        """Tables by the special tokens that they spell."""
         self._compiled_template = None
         self._opening = self._backend.encode("").ids[:1]
 
@@ -150,11 +96,21 @@ class Tokenizer:
 
     def bytes_of(self, token: int) -> bytes:
         """Bytes of a token; empty for special tokens and for ids outside the vocabulary."""
-        known = self._bytes.get(token)
-        if known is None:
-            text = None if token in self._hidden else self._backend.id_to_token(token)
-            known = self._bytes[token] = b"" if text is None else self._pieces.of(text)
-        return known
+        return self._bytes[frozenset()][token]
+
+    def bytes_table(self, shown: Collection[int] = frozenset()) -> Mapping[int, bytes]:
+        """`bytes_of` as a table, which it fills when it is read: `table[token]`, not `table.get(token)`.
+
+        Args:
+          shown: ids of special tokens whose bytes are their spelling. Tables are kept, so there must be few
+            different ones.
+        """
+        key = frozenset(shown)
+        if key not in self._bytes:
+            plain = self._bytes[frozenset()]
+            spelled = lambda token: self.name_of(token).encode() if token in key else plain[token]
+            self._bytes[key] = TokenBytes(spelled)
+        return self._bytes[key]
 
     def special_id(self, name: str) -> int | None:
         """Id of a special token by its spelling, such as "<|end|>"; None if there is none."""
@@ -164,7 +120,7 @@ class Tokenizer:
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids of all special tokens, which `decode` leaves out."""
-        return frozenset(self._hidden)
+        return self._hidden
 
     @cached_property
     def added(self) -> dict[str, int]:
@@ -193,6 +149,10 @@ class Tokenizer:
     def spell(self, tokens: Sequence[int]) -> str:
         """`decode` with special tokens as their spelling."""
         return self._decode(tokens, self._hidden)
+
+    def _compute_bytes(self, token: int) -> bytes:
+        text = None if token in self._hidden else self._backend.id_to_token(token)
+        return b"" if text is None else self._pieces.of(text)
 
     def _decode(self, tokens: Sequence[int], shown: Collection[int]) -> str:
         detokenizer = Detokenizer(self, shown)
@@ -292,22 +252,24 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, shown: Collection[int] = frozenset()):
-        self._tokenizer, self._shown = tokenizer, shown
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._bytes_of = tokenizer.bytes_table(shown).__getitem__
+        self._rest = b""
+        """The bytes of an incomplete character."""
         self._num_stripped = tokenizer.num_stripped
 
     def add(self, tokens: Sequence[int]) -> str:
         """Appends tokens and returns the new text, without an incomplete last character."""
-        return self._strip(self._utf8.decode(b"".join(map(self._bytes_of, tokens))))
+        return self._decode(self._rest + b"".join(map(self._bytes_of, tokens)), is_final=False)
 
     def flush(self) -> str:
         """Ends the text: returns U+FFFD for an incomplete last character, else nothing."""
-        return self._strip(self._utf8.decode(b"", final=True))
+        return self._decode(self._rest, is_final=True)
 
-    def _bytes_of(self, token: int) -> bytes:
-        if token in self._shown:
-            return self._tokenizer.name_of(token).encode()
-        return self._tokenizer.bytes_of(token)
+    def _decode(self, written: bytes, *, is_final: bool) -> str:
+        # What codecs.getincrementaldecoder does, without its layers.
+        text, size = codecs.utf_8_decode(written, "replace", is_final)
+        self._rest = written[size:]
+        return self._strip(text) if self._num_stripped else text
 
     def _strip(self, text: str) -> str:
         while text and self._num_stripped:
@@ -360,15 +322,21 @@ class TextStream:
     ):
         self._detokenizer = Detokenizer(tokenizer, shown)
         self._stops = tuple(stops)
+        self._first_letters = frozenset(stop[:1] for stop in self._stops)
         self._num_early = min_tokens
         self._held = ""
         self._stopped = False
 
     def add(self, tokens: Sequence[int]) -> str:
         """Appends tokens and returns the new text that is final."""
-        early, self._num_early = self._num_early, max(0, self._num_early - len(tokens))
-        old = self._held + self._detokenizer.add(tokens[:early])
-        text = self._cut(old + self._detokenizer.add(tokens[early:]), len(old))
+        if not self._stops:
+            return self._detokenizer.add(tokens)
+        old = self._held
+        if early := self._num_early:
+            self._num_early = max(0, early - len(tokens))
+            old += self._detokenizer.add(tokens[:early])
+            tokens = tokens[early:]
+        text = self._cut(old + self._detokenizer.add(tokens), len(old))
         self._held = "" if self._stopped else self._start_of_stop(text)
         return text[: len(text) - len(self._held)]
 
@@ -389,7 +357,11 @@ class TextStream:
     def _start_of_stop(self, text: str) -> str:
         """Longest suffix of `text` that is a prefix of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stops):
-                return text[-size:]
+        tail = text[-longest:] if longest else ""
+        if self._first_letters.isdisjoint(tail):
+            return ""
+        for start, letter in enumerate(tail):
+            end = tail[start:]
+            if letter in self._first_letters and any(stop.startswith(end) for stop in self._stops):
+                return end
         return ""

@@ -64,6 +64,7 @@ class HarmonyParser:
         min_tokens: int = 0,
     ):
         self._tokenizer, self._ids, self._tools = tokenizer, ids, tools
+        self._special = ids.ends | {ids.start, ids.channel, ids.message}
         self._stops, self._num_early = stops, min_tokens
         self._text = self._new_text()
         self._is_reasoning = False
@@ -75,6 +76,9 @@ class HarmonyParser:
 
     def add(self, tokens: Sequence[int]) -> ReplyPart:
         """See `ReplyParser`."""
+        # Stop strings that overlap end the text by the token that completes the first.
+        if not self._stops and self._state == self._body and self._special.isdisjoint(tokens):
+            return self._part(self._text.add(tokens))
         return ReplyPart.joined([self._next(token) for token in tokens])
 
     def finish(self) -> ReplyPart:
@@ -93,7 +97,7 @@ class HarmonyParser:
 
     def _body(self, token: int) -> ReplyPart:
         ids = self._ids
-        if token not in ids.ends | {ids.start, ids.channel, ids.message}:
+        if token not in self._special:
             return self._part(self._text.add([token]))
         rest = self._end_of_message()
         self._text, self._is_reasoning, self._function = self._new_text(), False, None

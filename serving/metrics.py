@@ -8,13 +8,14 @@ import collections
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from peagle_jax import EngineConfig
 from peagle_jax.engine.stats import Acceptance, DeviceMemory
 from serving.errors import Code, ServiceError
+from serving.histogram import Histogram
 from serving.messages import Event, Load, Tokens
 from serving.metric_sums import Key, Snapshot, Summed, key_of
 from serving.stream import Stream
@@ -77,23 +78,20 @@ class Metrics:
             name: Counter(name, text, names + labels, registry=self.registry)
             for name, (text, labels) in _COUNTERS.items()
         }
-        latencies = {
-            name: Histogram(
-                f"vllm:{name}_seconds", text, names, buckets=buckets, registry=self.registry
-            )
+        self._latencies = {
+            name: Histogram(f"vllm:{name}_seconds", text, self._labels, buckets)
             for name, (text, buckets) in _LATENCIES.items()
         }
         # vLLM's name for this histogram ends in _total.
-        iteration = Histogram(
+        self._iteration = Histogram(
             "vllm:iteration_tokens_total",
             "Tokens a round gave to all requests.",
-            names,
-            buckets=_TOKENS,
-            registry=self.registry,
+            self._labels,
+            _TOKENS,
         )
-        self._histograms = [*latencies.values(), iteration]
-        self._latencies = {name: one.labels(**self._labels) for name, one in latencies.items()}
-        self._iteration = iteration.labels(**self._labels)
+        self._histograms = [*self._latencies.values(), self._iteration]
+        for histogram in self._histograms:
+            self.registry.register(histogram)
         self._num_open = num_open
         self.open_requests: Key = "peagle:open_requests", tuple(self._labels.items())
         """The number of open requests in a snapshot."""
@@ -123,21 +121,25 @@ class Metrics:
         Args:
           num_tokens: what the call gave to all requests of the engine; None if another server counts it.
         """
-        now, total = time.monotonic(), 0
-        rounds = collections.Counter(
-            one.key for one in events if isinstance(one, Tokens) and one.tokens
-        )
-        gaps: dict[object, float] = {}
-        for event in events:
-            if not isinstance(event, Tokens):
-                continue
-            total += len(event.tokens)
-            before = self._last_tokens.pop(event.key, None)
-            if event.tokens and before is not None:
-                gap = gaps.setdefault(event.key, (now - before) / rounds[event.key])
-                self._latencies["inter_token_latency"].observe(gap)
-            if event.request is None:
-                self._last_tokens[event.key] = now
+        now, last = time.monotonic(), self._last_tokens
+        outputs = [one for one in events if isinstance(one, Tokens)]
+        rounds = collections.Counter([one.key for one in outputs if one.tokens])
+        # Most sequences had their tokens at the same time, so their gaps are observed at once.
+        gaps: dict[float, int] = {}
+        for key, number in rounds.items():
+            before = last.get(key)
+            is_first = before is None
+            gap = 0.0 if is_first else (now - before) / number
+            gaps[gap] = gaps.get(gap, 0) + number - is_first
+        for gap, times in gaps.items():
+            if times:
+                self._latencies["inter_token_latency"].observe(gap, times)
+        for one in outputs:
+            if one.request is None:
+                last[one.key] = now
+            else:
+                last.pop(one.key, None)
+        total = sum([len(one.tokens) for one in outputs])
         if total:
             self._count("vllm:generation_tokens", total)
         if num_tokens:

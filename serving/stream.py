@@ -6,7 +6,6 @@ one delta, so a stream never holds more than its text, and a slow client delays 
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -76,13 +75,13 @@ class Finish:
     acceptance: Acceptance
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: that would take four times as long to make
 class Delta:
     """New output of a sequence since the last delta of the same `index`.
 
     If a stop string ended the text, `tokens` include the token that completed it, and `text` excludes it.
     `reasoning` is the reasoning of a chat model, `calls` are its complete tool calls; `text` includes neither.
-    `items` are all three in the order in which the model wrote them.
+    `order` is that of `ReplyPart`.
     The first delta of a sequence has `prompt_logprobs`, if they were asked for. `rounds` are the rounds that made `tokens`; prefill made the first token of a sequence.
     """
 
@@ -91,11 +90,16 @@ class Delta:
     text: str
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-    items: tuple[Item, ...] = ()
+    order: tuple[Item, ...] = ()
     logprobs: list[TokenLogprob] | None
     prompt_logprobs: list[PromptLogprob | None] | None = None
     rounds: list[Round]
     finish: Finish | None
+
+    @property
+    def reply(self) -> ReplyPart:
+        """Its text, reasoning and calls."""
+        return ReplyPart(self.text, self.reasoning, self.calls, self.order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,23 +117,27 @@ class Usage:
     duration: float
 
 
+_NO_TEXT = ReplyPart()
+
+
 @dataclass
 class _Progress:
     """Counts of a sequence that has not ended, with the fields that `Acceptance.of` reads."""
 
     num_tokens: int = 0
-    by_drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
+    by_drafts: dict[tuple[int, int], int] = field(default_factory=dict)
     """Rounds by their numbers of drafts: verified, accepted."""
 
     def add(self, event: Tokens) -> None:
         """Counts the output of a round."""
         self.num_tokens += len(event.tokens)
         if event.round is not None:
-            self.by_drafts[len(event.round.drafts), event.round.accepted] += 1
+            drafts = len(event.round.drafts), event.round.accepted
+            self.by_drafts[drafts] = self.by_drafts.get(drafts, 0) + 1
 
     @property
     def rounds(self) -> int:
-        return self.by_drafts.total()
+        return sum(self.by_drafts.values())
 
     @property
     def emitted(self) -> int:
@@ -180,10 +188,10 @@ class _Sequence:
         tokens, logprobs, rounds, request = self.tokens, self.logprobs, self.rounds, self.request
         self.tokens, self.logprobs, self.rounds = [], None, []
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
-        reply = self.parser.add(tokens) if self.parser else ReplyPart()
+        reply = self.parser.add(tokens) if self.parser else _NO_TEXT
         finish = None
         if request is not None:
-            reply += self.parser.finish() if self.parser else ReplyPart()
+            reply += self.parser.finish() if self.parser else _NO_TEXT
             self.is_read = True
             finish = Finish(
                 reason=request.finish_reason,
@@ -197,7 +205,7 @@ class _Sequence:
             text=reply.text,
             reasoning=reply.reasoning,
             calls=reply.calls,
-            items=reply.items,
+            order=reply.order,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             rounds=rounds,
@@ -238,7 +246,9 @@ class Stream:
         """How the sequences ended that have ended in the engine."""
         self._end, self._on_close = end, on_close
         self._sequences = [_Sequence(new_parser()) for _ in range(ask.n)]
-        self._news = asyncio.Event()
+        self._num_unread = ask.n  # sequences whose end the client has not read
+        self._news: asyncio.Future[None] | None = None
+        """What the reader waits for; None while it does not wait."""
         self._timer: asyncio.TimerHandle | None = None
         if deadline is not None:
             loop = asyncio.get_running_loop()
@@ -262,11 +272,16 @@ class Stream:
                 raise self.error
             for index, sequence in enumerate(self._sequences):
                 if sequence.has_news:
-                    return sequence.take(index)
-            if all(sequence.is_read for sequence in self._sequences):
+                    delta = sequence.take(index)
+                    self._num_unread -= sequence.is_read
+                    return delta
+            if not self._num_unread:
                 raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
+            self._news = asyncio.get_running_loop().create_future()
+            try:
+                await self._news
+            finally:
+                self._news = None
 
     def push(self, index: int, event: Tokens) -> None:
         """Adds the output of a round to sequence `index`."""
@@ -288,14 +303,14 @@ class Stream:
         if event.request is not None:
             sequence.request = event.request
             self.requests.append(event.request)
-        self._news.set()
+        self._wake_reader()
 
     def fail(self, error: ServiceError) -> None:
         """Ends the request with `error`; the reader gets the error instead of unread output."""
         if self.error is None:
             self.error = error
             self._end_sequences()
-            self._news.set()
+            self._wake_reader()
 
     def abort(self) -> None:
         """Ends all sequences that run, with the finish reason "abort"."""
@@ -337,11 +352,15 @@ class Stream:
         if self.error is not None:
             self.code = self.error.code
             self.error.is_reported = True
-        elif all(sequence.is_read for sequence in self._sequences):
+        elif not self._num_unread:
             self.code = Code.OK
         else:
             self.code = Code.CANCELLED
         self._on_close(self)
+
+    def _wake_reader(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     def _expire(self) -> None:
         waited = time.monotonic() - self.arrival

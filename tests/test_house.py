@@ -26,7 +26,7 @@ ORDER = [
     "checkpoint.tables", "checkpoint.fields", "checkpoint.config_keys", "checkpoint.rope_json",
     "checkpoint.target_json", "checkpoint.target_writer", "checkpoint.head_json",
     "checkpoint.manifest", "checkpoint.converted", "checkpoint.checked", "checkpoint.reads", "checkpoint.staging", "checkpoint.assembly", "checkpoint.streaming", "checkpoint.loader", "checkpoint",
-    "text", "options",
+    "token_bytes", "text", "options",
     "engine", "engine.rules", "engine.pages", "engine.slots", "engine.mask_threads", "engine.schema_objects", "engine.schema_rules", "engine.lark", "engine.spellings", "engine.grammar", "engine.request", "engine.reservation",
     "engine.prefixes", "engine.controls", "engine.prefill_shapes", "engine.calls", "engine.device_calls", "engine.prompt_logprobs", "engine.stats",
     "engine.round_times", "engine.choice", "engine.adaptive", "engine.survival", "engine.integrity", "engine.commits", "engine.scheduler",

@@ -55,7 +55,7 @@ class Blocks:
 
     def add(self, delta: Delta) -> Iterator[Change]:
         """Appends output."""
-        for kind, item in delta.items:
+        for kind, item in delta.reply.items:
             if kind != "call":
                 yield from self._text(kind, item)
             elif self._is_parallel or not self.has_calls:

@@ -11,7 +11,7 @@ from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.dialect import OPENAI
 from serving.http.fields import Fields, neutral
-from serving.http.openai_answer import OpenAiAnswer
+from serving.http.openai_answer import OpenAiAnswer, TextField
 from serving.http.options import Options, SharedFields, read_options, read_params
 from serving.http.reports import Rounds, chat_logprobs
 from serving.http.route import Call, Caller, Encode, Route
@@ -295,6 +295,14 @@ class _Choices:
         if delta.text or not (self._has_reasoning or calls):
             message["content"] = delta.text
         return self._choice(index, delta, "delta", message)
+
+    def only_text(self, index: int, delta: Delta) -> TextField | None:
+        is_plain = delta.finish is None and delta.logprobs is None and not delta.calls
+        if not is_plain or index not in self._started:
+            return None
+        if not delta.reasoning:
+            return "text" if delta.text or not self._has_reasoning else None
+        return "reasoning" if self._has_reasoning and not delta.text else None
 
     def whole(self, index: int, delta: Delta) -> dict:
         message: dict[str, object] = {"role": "assistant", "content": delta.text}

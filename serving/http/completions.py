@@ -10,7 +10,7 @@ from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.dialect import OPENAI
 from serving.http.fields import described, neutral
-from serving.http.openai_answer import OpenAiAnswer
+from serving.http.openai_answer import OpenAiAnswer, TextField
 from serving.http.options import Options, SharedFields, read_options, read_params
 from serving.http.reports import CompletionLogprobs, Rounds, prompt_logprobs
 from serving.http.route import Call, Caller, Encode, Route, one_ask_each
@@ -194,6 +194,11 @@ class _Choices:
             if is_first:
                 choice["prompt_token_ids"] = self._prompts[place]
         return choice
+
+    def only_text(self, index: int, delta: Delta) -> TextField | None:
+        has_more = delta.finish or delta.logprobs is not None or delta.prompt_logprobs is not None
+        is_plain = index in self._logprobs and not has_more and not self._echo.drops_output
+        return "text" if is_plain else None
 
     def _scores(self, index: int, delta: Delta) -> dict | None:
         """`logprobs` of a choice, with those of an echoed prompt first."""

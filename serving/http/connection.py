@@ -6,11 +6,12 @@ connection for any time.
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 import h11
 import uvicorn
 from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from serving.http.errors import content_of, dump
@@ -20,6 +21,8 @@ from serving.http.linger import LingeringTransport
 
 RESERVED = "is_reserved"
 """Key in the state of the ASGI scope: whether this connection is for health checks only."""
+WRITE = "write"
+"""Key in the same state: `Connection.write_chunk` of this request; missing if its answer has no chunks (HTTP/1.0)."""
 _CLOSE = (b"connection", b"close")
 
 
@@ -64,6 +67,7 @@ class Connection(H11Protocol):
             transport, self._is_client_sending, seconds=self._time_limits.linger
         )
         super().connection_made(lingering)
+        self._write = transport.write
         self._slot.close = transport.abort
         self._watch_head()
 
@@ -135,7 +139,21 @@ class Connection(H11Protocol):
                 message = {**message, "headers": headers}
             await send(message)
 
+        if scope["http_version"] == "1.1":
+            scope["state"][WRITE] = partial(self.write_chunk, self.cycle)
         await self._app(scope, receive, send_and_close)
+
+    def write_chunk(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """Sends a piece, not empty, of an answer that has begun and has no length, without the layers of `send`.
+
+        Returns:
+          False if nothing was sent: `send` must do it, which waits for a slow reader and knows a lost client.
+        """
+        is_open = not (cycle.disconnected or cycle.response_complete or self.transport.is_closing())
+        if not is_open or self.flow.write_paused:
+            return False
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def _is_client_sending(self) -> bool:
         return self._is_refusing or self.conn.their_state is h11.SEND_BODY

@@ -174,9 +174,7 @@ async def _next(stream: Stream) -> Delta | None:
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
     """Joins all deltas of a sequence."""
-    output = ReplyPart.joined(
-        [ReplyPart(delta.text, delta.reasoning, delta.calls, delta.items) for delta in deltas]
-    )
+    output = ReplyPart.joined([delta.reply for delta in deltas])
     scored = [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return replace(
         deltas[-1],
@@ -184,7 +182,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         text=output.text,
         reasoning=output.reasoning,
         calls=output.calls,
-        items=output.items,
+        order=output.order,
         logprobs=[one for logprobs in scored for one in logprobs] if scored else None,
         prompt_logprobs=deltas[0].prompt_logprobs,
         rounds=[one for delta in deltas for one in delta.rounds],

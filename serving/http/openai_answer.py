@@ -2,11 +2,16 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Literal, Protocol
 
 from serving.http import reports
 from serving.http.options import Options
+from serving.http.template import MARK, Template
 from serving.stream import Delta, Stream
+
+TextField = Literal["text", "reasoning"]
+"""A field of `Delta`."""
 
 
 class Choices(Protocol):
@@ -14,6 +19,9 @@ class Choices(Protocol):
 
     def part(self, index: int, delta: Delta) -> dict:
         """A choice in a chunk of a stream."""
+
+    def only_text(self, index: int, delta: Delta) -> TextField | None:
+        """The field in which the choice differs from others of its sequence, if it does in this one alone."""
 
     def whole(self, index: int, delta: Delta) -> dict:
         """A choice of a complete answer; `delta` is all of it."""
@@ -48,14 +56,31 @@ class OpenAiAnswer:
             "model": model,
         }
         self._num_prompt, self._num_tokens = num_prompt, 0
+        has_fixed_form = not (options.with_ids or options.with_rounds or options.with_running_usage)
+        self._templates: dict[tuple[int, TextField], Template] | None = (
+            {} if has_fixed_form else None
+        )
 
-    def part(self, index: int, delta: Delta) -> list[dict]:
+    def part(self, index: int, delta: Delta) -> list[dict | bytes]:
         """See `Answer`."""
-        chunk = self._envelope | {"choices": [self._choices.part(index, delta)]}
         self._num_tokens += len(delta.tokens)
+        if self._templates is not None and (field := self._choices.only_text(index, delta)):
+            return [self._template(index, field, delta).filled(getattr(delta, field))]
+        chunk = self._chunk(index, delta)
         if self._options.with_running_usage:
             chunk["usage"] = reports.running_usage(self._num_prompt, self._num_tokens)
         return [chunk]
+
+    def _chunk(self, index: int, delta: Delta) -> dict:
+        return self._envelope | {"choices": [self._choices.part(index, delta)]}
+
+    def _template(self, index: int, field: TextField, delta: Delta) -> Template:
+        """The template of a chunk that has no other text than `field`."""
+        found = self._templates.get((index, field))
+        if found is None:
+            found = Template(self._chunk(index, replace(delta, **{field: MARK})))
+            self._templates[index, field] = found
+        return found
 
     def end(self, streams: Sequence[Stream]) -> list[dict]:
         """See `Answer`: if the client asked for it, the usage, without choices."""

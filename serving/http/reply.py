@@ -1,9 +1,12 @@
 """Sends one response: as a whole, or as server-sent events."""
 
+from collections.abc import Callable
+
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.errors import ServiceError
+from serving.http.connection import WRITE
 from serving.http.dialect import Dialect
 from serving.http.errors import dump_in_turns, error_answer
 
@@ -27,6 +30,7 @@ class Reply:
     def __init__(self, scope: Scope, receive: Receive, send: Send, dialect: Dialect):
         self._scope, self._receive, self._send = scope, receive, send
         self._dialect, self._has_begun = dialect, False
+        self._write: Callable[[bytes], bool] | None = scope.get("state", {}).get(WRITE)
         self.headers: dict[str, str] = {}
 
     async def whole(self, response: Response) -> None:
@@ -39,8 +43,11 @@ class Reply:
         body = await dump_in_turns(content)
         await self.whole(Response(body, headers=self.headers, media_type="application/json"))
 
-    async def event(self, content: dict) -> None:
-        """Sends an event; the first begins the response."""
+    async def event(self, content: dict | bytes) -> None:
+        """Sends an event; the first begins the response. Bytes are its JSON, in an API whose events have no names."""
+        if isinstance(content, bytes):
+            await self._data(b"data: " + content)
+            return
         name = f"event: {content['type']}\n".encode() if self._dialect.names_events else b""
         await self._data(name + b"data: " + await dump_in_turns(content))
 
@@ -72,4 +79,6 @@ class Reply:
             ]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         body = data + b"\n\n"
+        if self._write is not None and self._write(body):
+            return
         await self._send({"type": "http.response.body", "body": body, "more_body": True})

@@ -31,8 +31,8 @@ class Answer(Protocol):
     n: int
     is_stream: bool
 
-    def part(self, index: int, delta: Delta) -> list[dict]:
-        """Events about the next output of sequence `index`."""
+    def part(self, index: int, delta: Delta) -> list[dict | bytes]:
+        """Events about the next output of sequence `index`; bytes are the JSON of one."""
 
     def end(self, streams: Sequence[Stream]) -> list[dict]:
         """Events at the end of the stream."""

@@ -41,6 +41,8 @@ class MarkedText:
         return part if self._is_reasoning else part + ReplyPart(self._spacing.finish())
 
     def _take(self, pieces: list[str]) -> ReplyPart:
+        if len(pieces) == 1:
+            return self._one(pieces[0])
         return ReplyPart.joined([self._one(piece) for piece in pieces])
 
     def _one(self, piece: str) -> ReplyPart:

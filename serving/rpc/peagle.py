@@ -46,7 +46,8 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
                 if delta.prompt_logprobs:
                     async for some in _prompt_logprobs(delta.prompt_logprobs):
                         message.prompt_logprobs.extend(some)
-                message.rounds.extend(rounds.of(delta))
+                if rounds.are_wanted:
+                    message.rounds.extend(rounds.of(delta))
                 if delta.finish is not None:
                     left -= 1
                     if left == 0:
@@ -237,13 +238,13 @@ class _Rounds:
     """Makes the messages about rounds, if a request asks for them. One object per request."""
 
     def __init__(self, output: pb.Output, tokenizer: Tokenizer | None):
-        self._is_wanted, self._with_text = output.return_rounds, not output.tokens_only
+        self.are_wanted, self._with_text = output.return_rounds, not output.tokens_only
         self._tokenizer = tokenizer if self._with_text else None
         self._reports: dict[int, RoundReports] = {}
 
     def of(self, delta: Delta) -> list[pb.Round]:
         """The rounds of the next delta of its sequence."""
-        if not self._is_wanted:
+        if not self.are_wanted:
             return []
         if delta.index not in self._reports:
             self._reports[delta.index] = RoundReports(self._tokenizer)
@@ -300,14 +301,14 @@ def _usage(usage: Usage) -> pb.Usage:
 
 
 def _delta(delta: Delta) -> pb.GenerateDelta:
-    message = pb.GenerateDelta(
-        index=delta.index,
-        text=delta.text,
-        reasoning=delta.reasoning,
-        tool_calls=calls_of(delta),
-        token_ids=delta.tokens,
-        logprobs=_logprobs(delta.logprobs),
-    )
+    # Fields that most messages lack are not named: each takes time, empty or not.
+    message = pb.GenerateDelta(index=delta.index, text=delta.text, token_ids=delta.tokens)
+    if delta.reasoning:
+        message.reasoning = delta.reasoning
+    if delta.calls:
+        message.tool_calls.extend(calls_of(delta))
+    if delta.logprobs:
+        message.logprobs.extend(_logprobs(delta.logprobs))
     if delta.finish is not None:
         message.finish.CopyFrom(_finish(delta.finish))
     return message

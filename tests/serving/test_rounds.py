@@ -145,8 +145,8 @@ def test_a_character_belongs_to_the_token_that_completes_it():
         num_stripped = 0
         name_of = staticmethod(str)
 
-        def bytes_of(self, token):
-            return bytes([token])
+        def bytes_table(self, shown):
+            return {token: bytes([token]) for token in range(256)}
 
     euro = "€".encode()
     delta = Delta(
