@@ -17,6 +17,7 @@ from serving.children import Children
 from serving.family import end_orphan
 from serving.frames import Channel, ClosedError
 from serving.frontend import Frontend, State
+from serving.heap import settle_heap
 from serving.http.connection import TimeLimits
 from serving.http.gate import Gate
 from serving.http.server import HttpServer
@@ -136,6 +137,12 @@ async def _announce(frontend: Frontend, server: RpcServer) -> None:
         server.show(state)
 
 
+async def _settle(frontend: Frontend) -> None:
+    """Relieves the collector of garbage of what the process has read and imported."""
+    await frontend.prepared()
+    settle_heap(collects=frontend.state is State.STARTING)
+
+
 class _Service:
     """Both protocols over one frontend, from their ports to the end of their last request."""
 
@@ -171,7 +178,10 @@ class _Service:
         """
         settings, frontend = self._settings, self.frontend
         frontend.start()
-        tasks = [asyncio.create_task(_announce(frontend, self._rpc))]
+        tasks = [
+            asyncio.create_task(_announce(frontend, self._rpc)),
+            asyncio.create_task(_settle(frontend)),
+        ]
         if settings.round_seconds:
             tasks.append(asyncio.create_task(frontend.watch(settings.round_seconds)))
         if settings.stats_seconds and logs_figures:
@@ -245,6 +255,12 @@ async def _serve_first(
         if port >= 0:
             say(f"{protocol} listens on {settings.host}:{port}")
     siblings.order("listen", *ports)
+
+    async def end_failed_start() -> None:
+        if await service.frontend.change(State.STARTING) is State.DEAD:
+            signals.fail("the engine did not start", 1)
+
+    tasks.append(asyncio.create_task(end_failed_start()))
 
     def drain_siblings() -> None:
         siblings.order("drain", signals.failure)

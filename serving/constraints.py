@@ -58,18 +58,18 @@ class Constraints:
         self._processes = [Process(self._vocabulary(engine)) for _ in range(_NUM_PROCESSES)]
         self._idle = list(self._processes)
         self._known, self._refused = _Memory(), _Memory(_REFUSED_SECONDS)
-        self._preparing: asyncio.Future | None = None
 
     @staticmethod
     def _vocabulary(engine: Description) -> Callable[[], Vocabulary]:
         target = engine.target_config
         return lambda: Vocabulary.of(engine.tokenizer, target.vocab_size, target.eos_ids)
 
-    def prepare(self) -> None:
-        """Reads the vocabulary in a thread, so that the first constraint does not wait for it."""
+    def prepare(self) -> asyncio.Future:
+        """Reads the vocabulary in a thread, so that the first constraint does not wait for it. Returns its end."""
+        reading = asyncio.sleep(0)
         if self._grammars is not None:
             reading = self._compiles.run("", self._read_vocabulary)
-            self._preparing = asyncio.ensure_future(reading)
+        return asyncio.ensure_future(reading)
 
     def _read_vocabulary(self) -> None:
         try:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from peagle_jax.config import ConfigError
 from serving.children import DEFAULT, Begin
 from serving.family import end_orphan, follow_parent
+from serving.heap import pause_collector, settle_heap
 from serving.hosts import FAILED, LOST
 from serving.hub import Hub
 from serving.logs import configure
@@ -115,7 +116,9 @@ class _Process:
         if begin.settings.num_hosts > 1:
             return self._lead(begin.settings, make_engine)
         engine = make_engine(begin.settings)
-        worker = EngineWorker(engine, waits_for_all=waits_for_all(begin.settings))
+        worker = EngineWorker(
+            engine, waits_for_all=waits_for_all(begin.settings), before_ready=settle_heap
+        )
         self._hub.describe(worker)
         return worker
 
@@ -135,6 +138,7 @@ class _Process:
             worker = EngineWorker(
                 engine,
                 waits_for_all=waits_for_all(settings),
+                before_ready=settle_heap,
                 before_death=leader.wait_for_blame,
             )
             leader.call_on_stop(partial(self._hub.send, ("stop",), to=0))
@@ -154,6 +158,7 @@ class _Process:
 def main() -> int:
     """Runs the process of the engine; returns the exit code."""
     follow_parent()
+    pause_collector()
     first = socket.socket(fileno=int(sys.argv[1]))
     import_module(DEFAULT[0])
     begun, others, *_ = socket.recv_fds(first, 1, _MOST_SERVERS)

@@ -15,6 +15,7 @@ import contextlib
 import enum
 import itertools
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ from serving.stream import Ask, Stream
 from serving.tokenizing import Encoder
 
 _log = logging.getLogger(__name__)
+_FEW_CORES = 2
 _STOP_SECONDS = 30.0  # for the last round of an engine that serves
 _POOL_SECONDS = 10.0  # for texts that are being tokenised when the server stops
 
@@ -98,6 +100,7 @@ class Frontend:
             memory=lambda: worker.device_memory,
         )
         self._numbers = itertools.count()
+        self._prepared: list[asyncio.Future] = []
         self._changed = asyncio.Event()
         self.state = State.STARTING
         self.is_stuck = False
@@ -128,7 +131,9 @@ class Frontend:
         return self.metrics.text(await self._worker.gather())
 
     def start(self) -> None:
-        """Starts the engine; `state` becomes SERVING when the largest batch is compiled."""
+        """Starts the engine; `state` becomes SERVING when requests can run, see `EngineWorker`."""
+        if _has_spare_cores():
+            self._prepare()
         self._worker.start(
             Listener(
                 deliver=self._deliver,
@@ -387,10 +392,21 @@ class Frontend:
 
     def _serve(self) -> None:
         self._enter(State.SERVING)
-        if self.state is State.SERVING:
-            # Not earlier: it imports for a second, which would delay the first programs.
-            self._encoder.prepare()
-            self._constraints.prepare()
+        if self.state is State.SERVING and not self._prepared:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Begins what takes seconds and the first chat or constraint would wait for: it imports, and reads a vocabulary.
+
+        With few cores it would delay the first programs, and begins once the engine serves.
+        """
+        self._prepared += [self._encoder.prepare(), self._constraints.prepare()]
+
+    async def prepared(self) -> None:
+        """Waits until chats and constraints need nothing more that takes seconds."""
+        while not self._prepared and self.state is State.STARTING:
+            await self.change(State.STARTING)
+        await asyncio.gather(*self._prepared, return_exceptions=True)
 
     def _enter(self, state: State) -> None:
         if self.state is State.DRAINING and state is State.SERVING:
@@ -398,3 +414,8 @@ class Frontend:
         self.state = state
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _has_spare_cores() -> bool:
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (count or 1) > _FEW_CORES

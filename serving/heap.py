@@ -7,6 +7,8 @@ alone. What requests make is freed by counting references; little is left to col
 
 import gc
 
+from serving.memory import c_library_trim
+
 _THRESHOLDS = (5_000, 20, 20)
 """Objects made since the last collection of the youngest, and collections of one generation for one of the next."""
 
@@ -16,9 +18,15 @@ def pause_collector() -> None:
     gc.disable()
 
 
-def settle_heap() -> None:
-    """Collects once, then leaves all objects that exist out of later collections."""
-    gc.collect()
+def settle_heap(*, collects: bool = True) -> None:
+    """Leaves all objects that exist out of later collections.
+
+    Args:
+      collects: whether to collect once before, and to return free memory to the system: a second, before requests come.
+    """
+    if collects:
+        gc.collect()
+        c_library_trim()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
     gc.enable()

@@ -59,7 +59,6 @@ class Encoder:
         )
         # Templates run as Python code, so more threads would not be faster.
         self._chats = BoundedPool("chat", "chats", num_threads=1, max_waiting=_MAX_WAITING_CHATS)
-        self._preparing: asyncio.Task | None = None
 
     async def encode(self, text: str, *, field: str, special: bool = True) -> list[int]:
         """Token ids of a prompt. `special` adds the tokenizer's special tokens.
@@ -125,10 +124,12 @@ class Encoder:
         name = lambda: [tokenizer.name_of(token) for token in tokens]
         return name() if len(tokens) <= _SHORT else await self._long.run(name)
 
-    def prepare(self) -> None:
-        """Starts to load the chat template, which takes seconds; chats wait for it."""
+    def prepare(self) -> asyncio.Future:
+        """Starts to load the chat template, which takes seconds; chats wait for it. Returns its end."""
+        loading = asyncio.sleep(0)
         if self._tokenizer is not None:
-            self._preparing = asyncio.create_task(self._chats.run(self._tokenizer.prepare_chat))
+            loading = self._chats.run(self._tokenizer.prepare_chat)
+        return asyncio.ensure_future(loading)
 
     def close(self) -> None:
         """Takes no more texts."""

@@ -10,6 +10,7 @@ dispatched round meanwhile.
 """
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -18,7 +19,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peagle_jax import ConfigError, Engine, runs
-from peagle_jax.engine.compilation import Progress
+from peagle_jax.engine.compilation import CompileError, Progress
 from peagle_jax.engine.device_calls import Key
 from peagle_jax.engine.grammar import Matcher
 from peagle_jax.engine.memory import device_memory
@@ -26,7 +27,6 @@ from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.engine.stats import Acceptance, DeviceMemory, SurvivalCounts
-from serving.heap import settle_heap
 from serving.messages import (
     Death,
     Description,
@@ -92,6 +92,7 @@ class EngineWorker:
       engine: not yet warm; the worker owns it from `start` on.
       waits_for_all: whether requests are served once all programs are loaded; else once the largest batch is
         compiled, and the others compile beside requests.
+      before_ready: called in the engine's thread when it is warm, before requests can be served.
       before_death: called in the engine's thread before the exception that killed the engine is logged.
     """
 
@@ -100,9 +101,10 @@ class EngineWorker:
         engine: Engine,
         *,
         waits_for_all: bool = False,
+        before_ready: Callable[[], None] = lambda: None,
         before_death: Callable[[], None] = lambda: None,
     ):
-        self._before_death = before_death
+        self._before_ready, self._before_death = before_ready, before_death
         self._engine, self._waits_for_all = engine, waits_for_all
         parts = engine.config, engine.target_config, engine.drafter_config, engine.tokenizer
         self.description = Description(*parts)
@@ -205,7 +207,7 @@ class EngineWorker:
             self.busy_since = time.monotonic()
             runs.first_rounds(self._engine)
             self.busy_since = None
-            settle_heap()
+            self._before_ready()
             self._before = self._engine.scheduler.acceptance
             prefixes = self._engine.scheduler.prefixes
             self._prefix_before = prefixes.num_queried, prefixes.num_found
@@ -215,7 +217,10 @@ class EngineWorker:
                 pass
         except BaseException as error:
             self._before_death()
-            _log.exception("the engine died")
+            if isinstance(error, CompileError):
+                _log.error("%s", error)
+            else:
+                _log.exception("the engine died")
             self.busy_since = None
             self._post(self._on_death, Death.of(error))
 
@@ -228,6 +233,9 @@ class EngineWorker:
         begin = time.monotonic()
         engine.warm_up()
         engine.run_once()
+        if engine.grammars is not None:
+            with contextlib.suppress(ConfigError):  # the first constraint is told
+                engine.grammars.prepare()
         seconds = time.monotonic() - begin
         _log.info("loaded %d programs in %.1f s", engine.programs.num_compiled, seconds)
 
