@@ -64,7 +64,7 @@ def _send(pipe: Connection, function: Callable, arguments: tuple) -> None:
 
 
 def measure(model: RandomModel, options: Sequence[str], cells: Sequence[Cell]) -> list[dict]:
-    """Fields of `Measurement.as_row` for each cell.
+    """Fields of `Measurement.as_row` for each cell, and the tokens of all texts as `outputs`.
 
     Args:
       options: of the server.
@@ -83,5 +83,6 @@ def measure(model: RandomModel, options: Sequence[str], cells: Sequence[Cell]) -
         at_once = cell.concurrency or len(cell.prompts)
         drive(engine, cell.prompts, cell.warm_up, concurrency=at_once)
         rules = dict(concurrency=at_once, starts=cell.starts)
-        found.append(drive(engine, cell.prompts, cell.params, **rules).as_row())
+        driven = drive(engine, cell.prompts, cell.params, **rules)
+        found.append(driven.as_row() | {"outputs": driven.outputs})
     return found

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import grpc
@@ -29,10 +30,14 @@ _BARE = ("tokens_per_second", "ms_per_round", "ttft_ms_median", "acceptance_leng
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The row of a cell by one protocol, without its environment, and its calls."""
+    """The row of a cell by one protocol, without its environment, and its calls.
+
+    `outputs` are the token ids of the texts, where clients get them.
+    """
 
     row: dict
     todo: Sequence[Call]
+    outputs: Sequence[Sequence[int]]
 
 
 def check(options: Options) -> None:
@@ -135,6 +140,17 @@ def add_bare(options: Options, serve_options: Sequence[str], measured: Sequence[
                 one.row.update({f"bare_{name}": bare[name] for name in _BARE})
                 speeds = one.row["tokens_per_second"], bare["tokens_per_second"]
                 one.row["served_over_bare"] = speeds[0] / speeds[1]
+                # A synthetic acceptance follows the seeds, which a server draws anew.
+                has_own_texts = options.synthetic_acceptance_length is None
+                if has_own_texts and options.temperature == 0 and any(one.outputs):
+                    one.row.update(_compared(one.outputs, bare["outputs"]))
+
+
+def _compared(served: Sequence[Sequence[int]], bare: Sequence[Sequence[int]]) -> dict:
+    """Row fields about greedy texts, which must be those of the bare engine whatever else is served beside them."""
+    pairs = [pair for texts in zip(served, bare, strict=True) for pair in zip_longest(*texts)]
+    differing = sum(a != b for a, b in pairs)
+    return {"tokens_compared": len(pairs), "tokens_differing": differing}
 
 
 def _cell(one: Measured) -> Cell:

@@ -239,8 +239,9 @@ def _measured(options: Options, engine: Engine | None) -> Iterator[preset_load.M
                         concurrency=concurrency,
                     )
                     _warm_up(address, load, todo[: concurrency or 1])
+                    outputs = []
                     if engine is None:
-                        found = _measure(options, server, load, todo, bar)
+                        found, outputs = _measure(options, server, load, todo, bar)
                     else:
                         found = _beside_bare(options, server, load, todo, concurrency, engine, bar)
                     row = {
@@ -252,7 +253,7 @@ def _measured(options: Options, engine: Engine | None) -> Iterator[preset_load.M
                         **found,
                         "prompts_left_out": left_out,
                     }
-                    yield preset_load.Measured(row=row, todo=todo)
+                    yield preset_load.Measured(row=row, todo=todo, outputs=outputs)
 
 
 def _count(options: Options, clients: int) -> int:
@@ -292,15 +293,17 @@ def _warm_up(address: str, load: Load, todo: Sequence[Call]) -> None:
 
 def _measure(
     options: Options, server: Served | None, load: Load, todo: Sequence[Call], bar: tqdm
-) -> dict:
+) -> tuple[dict, list[list[int]]]:
+    """Row fields, and the token ids of the texts."""
     with preset_load.watched(options, server) as found:
         loaded = _load(options, load, todo, bar)
-    return (
+    row = (
         figures(loaded.outcomes, loaded.seconds, options.limits)
         | gap_figures(loaded.outcomes, loaded.begin)
         | {"clients_cpu_seconds": loaded.cpu_seconds}
         | found
     )
+    return row, [list(outcome.tokens) for outcome in loaded.outcomes]
 
 
 def _load(options: Options, load: Load, todo: Sequence[Call], bar: tqdm) -> Loaded:
