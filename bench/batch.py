@@ -100,7 +100,6 @@ def batch(options: BatchOptions) -> int:
         float("inf") if options.seconds is None else options.seconds + start - time.monotonic()
     )
     compiling = _Compiling(work, options)
-    own = dict(os.environ)  # without what `compile_all` sets for its processes
     compiling.start()
     codes = []
     for number, part in enumerate(parts, 1):
@@ -114,7 +113,7 @@ def batch(options: BatchOptions) -> int:
         limit = min(left(), float("inf") if part.seconds is None else part.seconds)
         for line in part.lines:
             _say(f"{title}: {shlex.join(line)}")
-        codes.append(_run(part, limit, own | dict(part.environment)))
+        codes.append(_run(part, limit, os.environ | dict(part.environment)))
         _say(f"{title} ended with exit code {codes[-1]} after {time.monotonic() - began:.0f} s")
     return int(any(codes))
 

@@ -48,7 +48,7 @@ def work(options: Options) -> list[Work]:
     """The engines of a command, of one replica, for `compile_all`."""
     options = of_replica(options)
     engines = [(one, group) for one in variants(options) for group in _groups(options, one)]
-    return [(decode_step_engine, options, engine) for engine in engines]
+    return [Work(decode_step_engine, options, engine) for engine in engines]
 
 
 def of_replica(options: Options) -> Options:

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
-from bench.compile_cells import CHILD_ENVIRONMENT, environment
 from bench.progress import progress_bar
+from peagle_jax.engine.compilation import CHILD_ENVIRONMENT
 
 _log = logging.getLogger(__name__)
 _SECONDS = 60.0
@@ -75,6 +75,19 @@ def log_failure(op: str, spec: str, error: BaseException) -> None:
     """Logs the first line of an error."""
     said = str(error).splitlines() or [""]
     _log.error("%s %s: %s: %s", op, spec, type(error).__name__, said[0])
+
+
+@contextlib.contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Sets variables for processes that start within."""
+    before = {name: os.environ[name] for name in values if name in os.environ}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @dataclass(frozen=True)

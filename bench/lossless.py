@@ -233,7 +233,7 @@ def work(options: Options) -> list[Work]:
     """The engines of a command over a preset, for `compile_all`."""
     drafting = [method for method in options.methods if method != "none"]
     engines = _engines(options, _cells(options, drafting))
-    return [(_shaped_engine, options, engine) for engine in engines]
+    return [Work(_shaped_engine, options, engine) for engine in engines]
 
 
 @cache

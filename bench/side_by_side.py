@@ -15,8 +15,9 @@ from multiprocessing.connection import Connection, wait
 
 from bench import rows
 from bench.commands.decode_step import Options
-from bench.compile_cells import compile_all, environment
+from bench.compile_cells import compile_all
 from bench.decode_step import measured, of_replica, work
+from bench.kernel_jobs import environment
 from peagle_jax.config import ConfigError
 
 _MEET_SECONDS = 120.0

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from bench import roofline, rows
 from bench.cells import CellsConfig
 from bench.commands.throughput import Options
-from bench.compile_cells import compile_all
+from bench.compile_cells import Work, compile_all
 from bench.sweep import Models, prompt_set, sampling
 from bench.timing import Measurement, drive
 from peagle_jax import runs
@@ -73,7 +73,7 @@ def throughput(options: Options, environment: dict) -> list[dict]:
         if options.jobs > 1:
             bar.set_description("compiling")
             say = partial(bar.write, file=sys.stderr)
-            work = [(shaped_engine, options, (variant,)) for variant in chosen]
+            work = [Work(shaped_engine, options, (variant,)) for variant in chosen]
             compile_all(work, options.jobs, say)
         for group in groups:
             engines = {variant: sweep.engine(variant) for variant in group}

@@ -6,6 +6,8 @@ weights: it needs the memory of a device's context and of one program.
 
     compile_missing(recipes)        child 1: key, key, ..      each child one program at a time
       queue of (recipe, key) ---->  child 2: key, ..           onto disk (`stored_programs`)
+
+A process that has no engine gives makers of engines of shapes as recipes, and the children first list what is missing.
 """
 
 import collections
@@ -74,6 +76,11 @@ class Recipe:
     accept: AcceptRule
 
 
+Maker = Callable[[], tuple[Any, Any, Sequence[Key]]]
+"""A recipe that can be pickled too: -> the `Programs` of an engine of shapes, their state, and the keys of those that it
+needs. Children call it."""
+
+
 class Setup(NamedTuple):
     """The first message to a child."""
 
@@ -107,42 +114,51 @@ class Progress(NamedTuple):
         return f"{line}, about {left:.0f} s left"
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
+    """A message to a child: a program to compile, or without a key a recipe whose missing programs it lists, each a
+    key and a file."""
+
     recipe: int
-    key: Key
+    key: Key | None = None
+    file: str | None = None
+    """The program's, if a child has listed it."""
 
 
 def compile_missing(
-    recipes: Sequence[Recipe],
-    missing: Sequence[Sequence[Key]],
+    recipes: Sequence[Recipe | Maker],
+    missing: Sequence[Sequence[Key] | None],
     *,
     jobs: int | None = None,
     has_low_priority: bool = False,
     must_end: Callable[[], bool] = lambda: False,
     report: Callable[[Progress], None] = lambda progress: None,
     on_done: Callable[[int, Key], None] = lambda recipe, key: None,
-) -> dict[tuple[int, Key], Failure]:
+    on_ready: Callable[[int], object] = lambda recipe: None,
+) -> dict[tuple[int, Key | None], Failure]:
     """Compiles programs onto disk, in child processes.
 
     Args:
-      missing: for each recipe the keys of the programs to compile.
+      missing: for each recipe the keys of the programs to compile; None for a `Maker`.
       jobs: most processes; None: `default_jobs`.
       has_low_priority: whether the children leave the processor to others.
       must_end: asked several times a second; True leaves out what is not compiled yet.
       report: called from one thread at a time, at the start and after each program.
       on_done: called likewise with the recipe's number and the key of each program that is on disk.
+      on_ready: called likewise with a recipe's number once all its programs are on disk or cannot be.
 
     Returns:
-      Programs that did not get onto disk.
+      Programs that did not get onto disk, those of equal files once; with the key None recipes without a list.
     """
-    todo = collections.deque(
-        _Job(number, key) for number, keys in enumerate(missing) for key in keys
-    )
-    count = min(len(todo), jobs or default_jobs(has_low_priority=has_low_priority))
-    if not count:
+    todo = [
+        Job(number, key)
+        for number, keys in enumerate(missing)
+        for key in ([None] if keys is None else keys)
+    ]
+    if not todo:
         return {}
     setup = pickle.dumps(_setup(recipes))
-    run = _Run(setup, todo, has_low_priority, must_end, report, on_done)
+    run = _Run(setup, todo, has_low_priority, must_end, report, on_done, on_ready)
+    count = jobs or default_jobs(has_low_priority=has_low_priority)
     threads = [
         threading.Thread(target=run.work, name=f"compiler {number}", daemon=True)
         for number in range(count)
@@ -172,24 +188,29 @@ def default_jobs(*, has_low_priority: bool = False) -> int:
 class _Run:
     """One call of `compile_missing`: the queue, and what the threads of the children share."""
 
-    def __init__(self, setup, todo, has_low_priority, must_end, report, on_done):
-        self._setup, self._todo, self._has_low_priority = setup, todo, has_low_priority
-        self._must_end, self._report, self._on_done = must_end, report, on_done
-        self._total, self._start = len(todo), time.monotonic()
-        self._lock = threading.Lock()
-        self._attempts: collections.Counter[_Job] = collections.Counter()
-        self._done = 0
-        self.failed: dict[tuple[int, Key], Failure] = {}
+    def __init__(self, setup, todo, has_low_priority, must_end, report, on_done, on_ready):
+        self._setup, self._has_low_priority, self._must_end = setup, has_low_priority, must_end
+        self._report, self._on_done, self._on_ready = report, on_done, on_ready
+        self._todo, self._start = collections.deque(todo), time.monotonic()
+        self._left = collections.Counter(job.recipe for job in todo)
+        self._total, self._done = sum(job.key is not None for job in todo), 0
+        self._changed = threading.Condition()
+        self._listing: set[Job] = set()
+        """Lists that children make: jobs may come of them."""
+        self._equal: dict[str, list[Job]] = {}
+        """Jobs by file; the first of a file compiles it for all."""
+        self._attempts: collections.Counter[Job] = collections.Counter()
+        self.failed: dict[tuple[int, Key | None], Failure] = {}
         report(self._progress())
 
     def work(self) -> None:
         """Starts a child and gives it programs until none is left; a child that died is replaced."""
-        child = None
+        child = job = None
         try:
             while (job := self._next()) is not None:
                 child = child or _Child(self._setup, self._has_low_priority)
                 try:
-                    failure = child.compile(job, self._must_end)
+                    answer = child.ask(job, self._must_end)
                 except _MustEnd:
                     return
                 except _Died as died:
@@ -197,27 +218,53 @@ class _Run:
                     self._attempts[job] += 1
                     if self._attempts[job] < _ATTEMPTS:
                         _log.warning("%s; %s is tried once more", died, spelled(job.key))
-                        with self._lock:
+                        with self._changed:
                             self._todo.appendleft(job)
                         continue
-                    failure = Failure(f"{died}, twice")
-                self._ended(job, failure)
+                    answer = Failure(f"{died}, twice")
+                self._ended(job, answer)
         finally:
             if child is not None:
                 child.close()
+            with self._changed:  # after an error too, or the others would wait for this list
+                self._listing.discard(job)
+                self._changed.notify_all()
 
-    def _next(self) -> _Job | None:
-        with self._lock:
-            return self._todo.popleft() if self._todo and not self._must_end() else None
+    def _next(self) -> Job | None:
+        with self._changed:
+            while (self._todo or self._listing) and not self._must_end():
+                if self._todo:
+                    job = self._todo.popleft()
+                    if job.key is None:
+                        self._listing.add(job)
+                    return job
+                self._changed.wait(_POLL_SECONDS)
+            return None
 
-    def _ended(self, job: _Job, failure: Failure | None) -> None:
-        with self._lock:
-            self._done += 1
-            if failure is None:
-                self._on_done(*job)
-            else:
-                self.failed[job] = failure
+    def _ended(self, job: Job, answer: list[tuple[Key, str]] | Failure | None) -> None:
+        with self._changed:
+            self._done += job.key is not None
+            if isinstance(answer, Failure):
+                self.failed[job.recipe, job.key] = answer
+            elif job.key is None:
+                self._left[job.recipe] += len(answer)
+                for key, file in answer:
+                    self._add(Job(job.recipe, key, file))
+            for one in self._equal.pop(job.file, [job]):
+                if answer is None:
+                    self._on_done(one.recipe, one.key)
+                self._left[one.recipe] -= 1
+                if not self._left[one.recipe]:
+                    self._on_ready(one.recipe)
             self._report(self._progress())
+            self._listing.discard(job)
+            self._changed.notify_all()
+
+    def _add(self, job: Job) -> None:
+        if job.file not in self._equal:
+            self._todo.append(job)
+            self._total += 1
+        self._equal.setdefault(job.file, []).append(job)
 
     def _progress(self) -> Progress:
         return Progress(self._done, self._total, time.monotonic() - self._start)
@@ -252,11 +299,11 @@ class _Child:
         if has_low_priority:
             with contextlib.suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, _LOW_PRIORITY)
-        with contextlib.suppress(OSError):  # `compile` finds out
+        with contextlib.suppress(OSError):  # `ask` finds out
             self._connection.send_bytes(setup)
 
-    def compile(self, job: _Job, must_end: Callable[[], bool]) -> Failure | None:
-        """Compiles a program onto disk. Returns why it is not there.
+    def ask(self, job: Job, must_end: Callable[[], bool]) -> list[tuple[Key, str]] | Failure | None:
+        """Compiles a program onto disk, or lists those of a recipe. Returns the list, or why there is nothing.
 
         Raises:
           _Died: the process ended meanwhile.
@@ -281,7 +328,7 @@ class _Child:
         self._process.wait()
 
 
-def _setup(recipes: Sequence[Recipe]) -> Setup:
+def _setup(recipes: Sequence[Recipe | Maker]) -> Setup:
     folder = stored_programs.kept_in()
     return Setup(
         pickled(list(recipes)),

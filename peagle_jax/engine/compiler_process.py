@@ -1,7 +1,7 @@
 """A process that compiles programs onto disk for its parent: `python -m peagle_jax.engine.compiler_process FD`.
 
-See `compilation`. It reads a `Setup` and then jobs from a connection, answers each with None or a `Failure`, and ends with
-its parent.
+See `compilation`. It reads a `Setup` and then jobs from a connection, answers each with None, a list or a `Failure`, and
+ends with its parent.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from peagle_jax.engine import stored_programs
-from peagle_jax.engine.compilation import Failure, Recipe, Setup, messages, unpickle
+from peagle_jax.engine.compilation import Failure, Job, Recipe, Setup, messages, unpickle
 from peagle_jax.engine.device_calls import Key
 from peagle_jax.engine.programs import Programs
 from peagle_jax.parallel.devices import Devices
@@ -29,8 +29,8 @@ def main(arguments: list[str]) -> int:
     connection = Connection(int(arguments[0]))
     inbox = messages(connection)
     compiler = _Compiler(next(inbox, None))
-    for recipe, key in inbox:
-        connection.send_bytes(pickle.dumps(compiler.compile(recipe, key)))
+    for job in inbox:
+        connection.send_bytes(pickle.dumps(compiler.answer(job)))
     return 0
 
 
@@ -51,14 +51,20 @@ class _Compiler:
         self._recipes = unpickle(setup.recipes)
         self._made: dict[int, tuple] = {}
 
-    def compile(self, number: int, key: Key) -> Failure | None:
-        """Compiles a program of a recipe onto disk. Returns why it is not there."""
+    def answer(self, job: Job) -> list[tuple[Key, str]] | Failure | None:
+        """Compiles a program of a recipe onto disk, or lists what the recipe lacks there. Returns the list, or why
+        there is nothing."""
         try:
-            if number not in self._made:
-                self._made[number] = programs_of(self._recipes[number])
-            programs, state = self._made[number]
-            programs.store(key, state)
-            path = programs.file_of(key, state)
+            if job.recipe not in self._made:
+                recipe = self._recipes[job.recipe]
+                made = (*programs_of(recipe), ()) if isinstance(recipe, Recipe) else recipe()
+                self._made[job.recipe] = made
+            programs, state, keys = self._made[job.recipe]
+            if job.key is None:
+                missing = programs.not_on_disk(keys, state) or ()
+                return [(key, str(programs.file_of(key, state))) for key in missing]
+            programs.store(job.key, state)
+            path = programs.file_of(job.key, state)
         except Exception as error:  # the parent decides what an error means
             reason = stored_programs.line(error)
             return Failure(reason, is_final="RESOURCE_EXHAUSTED" not in reason)

@@ -36,8 +36,10 @@ class GreedyRound(NamedTuple):
 Key = RoundShape | GreedyRound | str
 
 
-def spelled(key: Key) -> str:
-    """A program's name for people."""
+def spelled(key: Key | None) -> str:
+    """A program's name for people; of None "the list of programs"."""
+    if key is None:
+        return "the list of programs"
     if isinstance(key, str):
         return f"the program of {key}"
     kind, shape = ("greedy ", key.shape) if isinstance(key, GreedyRound) else ("", key)

@@ -2,6 +2,9 @@
 
 import pytest
 
+from bench import compile_cells
+from peagle_jax import runs, step
+from peagle_jax.engine.stored_programs import keep_in
 from tests import programs
 from tests.cli.conftest import folders
 
@@ -12,3 +15,25 @@ __all__ = ["folders"]
 def shared_programs():
     with programs.shared(controls=False):
         yield
+
+
+@pytest.fixture
+def compiled_here(tmp_path, monkeypatch):
+    """Keys of the programs that `--jobs` compiles: in this process, since children do not see what a test has changed.
+    After it no round is traced."""
+    stored = []
+
+    def compile_missing(recipes, missing, **_):
+        for make in recipes:
+            programs, state, keys = make()
+            for key in programs.not_on_disk(keys, state):
+                programs.store(key, state)
+                stored.append(key)
+        monkeypatch.setattr(step, "speculative_step", None)
+        return {}
+
+    monkeypatch.setattr(compile_cells, "compile_missing", compile_missing)
+    monkeypatch.setattr(runs, "keep_compiled_programs", lambda home: keep_in(tmp_path / "programs"))
+    yield stored
+    keep_in(None)
+    compile_cells._models.cache_clear()

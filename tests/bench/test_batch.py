@@ -123,7 +123,7 @@ def test_an_early_process_begins_while_others_compile(tmp_path, monkeypatch, fai
     found, begun = [], threading.Event()
 
     def compile_all(work, jobs, say, *, seconds, on_ready):
-        assert [options.concurrency for _, options, _ in work] == [(1,), (2,)]
+        assert [one.options.concurrency for one in work] == [(1,), (2,)]
         on_ready(0)
         assert begun.wait(LIMIT)  # the first process, while the second program compiles
         found.append("compiled")

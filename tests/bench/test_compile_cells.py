@@ -10,13 +10,16 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from bench import random_models
+from bench import compile_cells, random_models
 from bench.cells import CellsConfig, Variant, most_drafts, variants
 from bench.commands.decode_step import Options
+from bench.compile_cells import Work, compile_all
 from bench.random_models import Models
+from peagle_jax.engine.compilation import Failure, Progress
 from peagle_jax.engine.round_shapes import round_shapes
 from peagle_jax.engine.stored_programs import StoredPrograms, keep_in
 from tests import tiny
+from tests.waiting import eventually
 
 SIZES = "--preset qwen3-0.6b --layers 1 --page-size 8 --prefill-chunk 16 --prompt-tokens 20 --max-tokens 8 --prefills 1"
 ROOT = Path(__file__).parents[2]
@@ -40,6 +43,30 @@ def test_jobs_are_processes(tmp_path):
     assert made.returncode == 0, made.stderr[-2000:]
     assert "3 programs compiled by 2 processes" in made.stderr
     assert len(out.read_text().splitlines()) == 1
+
+
+def test_what_is_not_compiled_is_said(monkeypatch):
+    said, kept = [], []
+
+    def compile_missing(recipes, missing, *, jobs, must_end, report, on_ready):
+        assert (missing, jobs) == ([None, None], 2)
+        assert kept == [
+            os.environ.get("XDG_CACHE_HOME")
+        ]  # children use the folders of this process
+        report(Progress(3, 4, 1.0))
+        eventually(must_end)
+        return {(0, "prefill"): Failure("too large"), (1, None): Failure("ConfigError: no pages")}
+
+    monkeypatch.setattr(compile_cells, "compile_missing", compile_missing)
+    monkeypatch.setattr("peagle_jax.runs.keep_compiled_programs", kept.append)
+    work = [Work(print, None, (Variant("peagle", 7), (2,))), Work(print, None, ("none", 4))]
+    compile_all(work, 2, said.append, seconds=0.1)
+    assert said.pop().startswith("2 programs compiled by 2 processes in ")
+    assert said == [
+        "not compiled beforehand: peagle K=7 at (2,): the program of prefill: too large",
+        "not compiled beforehand: none at 4: the list of programs: ConfigError: no pages",
+        "1 programs are left, which compile one after another",
+    ]
 
 
 def test_engines_with_other_batch_buckets_share_the_files_of_programs(tmp_path):

@@ -1,7 +1,6 @@
 """Decode rounds of presets: weights of every format, synthetic acceptance, and the rows of a run."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bench import compile_cells, decode_step, presets
+from bench import decode_step, presets
 from bench.__main__ import main
 from bench.cells import CellsConfig, Variant, variants
 from bench.cold_start import first_token
@@ -22,9 +21,7 @@ from bench.random_models import Models
 from bench.random_weights import num_bytes, random_head, random_target
 from convert.synthetic import with_layers
 from pallas_kernels.formats import dequantize, kind
-from peagle_jax import step
 from peagle_jax.config import ConfigError, EngineConfig, ExpertsConfig
-from peagle_jax.engine.stored_programs import keep_in
 from peagle_jax.layers import INIT_STD
 from tests import tiny
 
@@ -265,49 +262,19 @@ def test_variants_are_measured_in_the_order_in_which_they_are_written():
     assert decode_step.kind(Options(preset="tiny", variants=("none", "peagle:3"))) == "decode-step"
 
 
-class InThisProcess(ThreadPoolExecutor):
-    """In place of a pool of processes, which do not see what a test has changed."""
-
-    def __init__(self, jobs: int, mp_context):
-        super().__init__(1)
-
-
 @pytest.mark.parametrize(
     ("devices", "variant"), [(1, "none"), pytest.param(2, "peagle:2", marks=pytest.mark.exhaustive)]
 )
 def test_programs_that_jobs_compiled_are_not_traced_again(
-    tiny_presets, tmp_path, monkeypatch, capsys, devices, variant
+    tiny_presets, tmp_path, compiled_here, devices, variant
 ):
-    traced, make, round_of = [], Models.make, step.speculative_step
-
-    def speculative_step(*args, **given):
-        traced.append(args)
-        return round_of(*args, **given)
-
-    def weights(*args, **given):
-        assert len(traced) == 1  # with shapes only
-        traced.clear()
-        return make(*args, **given)
-
-    monkeypatch.setattr(step, "speculative_step", speculative_step)
-    monkeypatch.setattr(Models, "make", weights)
-    monkeypatch.setattr(compile_cells, "ProcessPoolExecutor", InThisProcess)
-    monkeypatch.setattr(
-        "peagle_jax.runs.keep_compiled_programs", lambda home: keep_in(tmp_path / "programs")
-    )
     argv = ["--preset", "tiny", *TINY, "--out", str(tmp_path / "rows.jsonl"), "--sha", "abc"]
     argv += ["--variants", variant, "--concurrency", "2", "--max-tokens", "8"]
     argv += ["--jobs", "2", "--prefills", "1", "--tensor-parallel", str(devices)]
-    try:
-        assert main(["decode-step", *argv]) == 0
-    finally:
-        keep_in(None)
-        compile_cells._engine.cache_clear()
-        compile_cells._models.cache_clear()
+    assert main(["decode-step", *argv]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["method"] for row in rows] == [variant.partition(":")[0]]
-    assert traced == []
-    assert "3 programs compiled by 2 processes" in capsys.readouterr().err
+    assert len(compiled_here) == 3  # prefill, rounds, controls
 
 
 def test_messages_name_a_variant_as_rows_do():

@@ -5,17 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from bench import compile_cells, rows, throughput
+from bench import rows
 from bench.__main__ import main
 from bench.labels import label
 from bench.sweep import prompt_set
 from bench.timing import drive
-from peagle_jax import Engine, EngineConfig, SamplingParams, runs, step
+from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError
-from peagle_jax.engine.stored_programs import keep_in
 from peagle_jax.text import Tokenizer
 from tests import tiny
-from tests.bench.test_decode_step import InThisProcess
 from tests.programs import one_bucket
 
 ENVIRONMENT = {"date", "device", "platform", "jax", "jaxlib", "flax", "python", "sha", "command"}
@@ -62,39 +60,14 @@ def test_throughput_compares_methods_at_every_concurrency(folders, tmp_path, few
 
 @pytest.mark.exhaustive
 def test_throughput_loads_the_programs_that_jobs_compiled(
-    folders, tmp_path, few_prompts, monkeypatch, capsys
+    folders, tmp_path, few_prompts, compiled_here
 ):
-    out, traced, round_of, warm_up = (
-        tmp_path / "rows.jsonl",
-        [],
-        step.speculative_step,
-        runs.warm_up,
-    )
-
-    def speculative_step(*args, **given):
-        traced.append(args)
-        return round_of(*args, **given)
-
-    def load(engine):
-        assert len(traced) == 2  # with shapes only
-        warm_up(engine)
-
-    monkeypatch.setattr(step, "speculative_step", speculative_step)
-    monkeypatch.setattr(runs, "warm_up", load)
-    monkeypatch.setattr(compile_cells, "ProcessPoolExecutor", InThisProcess)
-    monkeypatch.setattr(runs, "keep_compiled_programs", lambda home: keep_in(tmp_path / "programs"))
+    out = tmp_path / "rows.jsonl"
     argv = [*options(folders, out), "-K", "2", "--concurrency", "1", "--set", few_prompts]
     argv.remove("--no-cache")
-    try:
-        assert main(["throughput", *argv, "--methods", "none,peagle", "--jobs", "2"]) == 0
-    finally:
-        keep_in(None)
-        compile_cells._engine.cache_clear()
-        throughput._shaped_sweep.cache_clear()
-    assert "6 programs compiled by 2 processes" in capsys.readouterr().err
+    assert main(["throughput", *argv, "--methods", "none,peagle", "--jobs", "2"]) == 0
+    assert len(compiled_here) == 6
     assert [row["outputs_equal_to_plain"] for row in read(out)] == [4, 4]
-    assert main(["throughput", *argv, "--jobs", "2", "--no-cache"]) == 2
-    assert "--no-cache excludes" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

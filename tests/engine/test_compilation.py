@@ -4,16 +4,20 @@ import contextlib
 import os
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams, step
-from peagle_jax.engine.compilation import CompileError, Progress
+from peagle_jax.engine import compilation
+from peagle_jax.engine.compilation import CompileError, Failure, Progress, compile_missing
 from peagle_jax.engine.stored_programs import keep_in
 from peagle_jax.verify import verify
 from tests import tiny
+from tests.waiting import LIMIT
 
 CONFIG = EngineConfig(
     num_draft=2, max_num_seqs=1, max_model_len=64, page_size=4, greedy_rounds=False
@@ -117,6 +121,58 @@ def test_children_end_in_the_middle_of_a_program_once_they_must(folder):
     assert time.monotonic() - begin < 300
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)
+
+
+def answers(monkeypatch, ask):
+    """Children are this function of a job."""
+    child = SimpleNamespace(ask=lambda job, must_end: ask(job), close=lambda: None)
+    monkeypatch.setattr(compilation, "_Child", lambda setup, has_low_priority: child)
+
+
+def test_equal_programs_that_children_list_compile_once(monkeypatch):
+    """Of four engines two need the same programs, one cannot be made, and one lacks nothing."""
+    listed, compiled, done, ready = [("prefill", "file 1"), ("controls", "file 2")], [], [], []
+
+    def ask(job):
+        if job.key is not None:
+            compiled.append(job.key)
+            return Failure("no kernel") if job.key == "controls" else None
+        if job.recipe == 2:
+            raise compilation._Died("a compiling process ended")
+        return listed if job.recipe < 2 else []
+
+    answers(monkeypatch, ask)
+    call = dict(on_done=lambda *program: done.append(program), on_ready=ready.append)
+    failed = compile_missing([list] * 4, [None] * 4, jobs=1, **call)
+    assert compiled == ["prefill", "controls"]
+    assert done == [(0, "prefill"), (1, "prefill")]
+    assert ready == [2, 3, 0, 1]
+    reasons = {program: failure.reason for program, failure in failed.items()}
+    died = "a compiling process ended, twice"
+    assert reasons == {(0, "controls"): "no kernel", (2, None): died}
+
+
+def test_a_child_without_work_waits_for_what_another_lists(monkeypatch):
+    listing, is_idle, both = [], threading.Event(), threading.Barrier(2, timeout=LIMIT)
+
+    def ask(job):
+        if job.key is not None:
+            both.wait()
+            return None
+        listing.append(threading.get_ident())
+        assert is_idle.wait(LIMIT)
+        return [("prefill", "file 1"), ("controls", "file 2")]
+
+    def must_end():
+        if listing and threading.get_ident() not in listing:
+            is_idle.set()
+        return False
+
+    answers(monkeypatch, ask)
+    done = []
+    call = dict(must_end=must_end, on_done=lambda *program: done.append(program))
+    compile_missing([list], [None], jobs=2, **call)
+    assert sorted(done) == [(0, "controls"), (0, "prefill")]
 
 
 def test_progress_tells_how_long_the_rest_takes():
