@@ -66,10 +66,10 @@ class Constraints:
 
     def prepare(self) -> asyncio.Future:
         """Reads the vocabulary in a thread, so that the first constraint does not wait for it. Returns its end."""
-        reading = asyncio.sleep(0)
-        if self._grammars is not None:
-            reading = self._compiles.run("", self._read_vocabulary)
-        return asyncio.ensure_future(reading)
+        has_grammars = self._grammars is not None
+        return asyncio.ensure_future(
+            self._compiles.run("", self._read_vocabulary) if has_grammars else asyncio.sleep(0)
+        )
 
     def _read_vocabulary(self) -> None:
         try:

@@ -126,10 +126,10 @@ class Encoder:
 
     def prepare(self) -> asyncio.Future:
         """Starts to load the chat template, which takes seconds; chats wait for it. Returns its end."""
-        loading = asyncio.sleep(0)
-        if self._tokenizer is not None:
-            loading = self._chats.run(self._tokenizer.prepare_chat)
-        return asyncio.ensure_future(loading)
+        has_chats = self._tokenizer is not None
+        return asyncio.ensure_future(
+            self._chats.run(self._tokenizer.prepare_chat) if has_chats else asyncio.sleep(0)
+        )
 
     def close(self) -> None:
         """Takes no more texts."""
