@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ def check_out(out: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
+    if argv is None:  # the end by `timeout` too keeps rows and ends servers, as an interrupt does
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     values = vars(parser().parse_args(argv))
     command = COMMANDS[values["command"]]
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")

@@ -259,8 +259,9 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     sizes = engine.config.batch_buckets
     later = len(engine.programs.round_keys) + len(engine.programs.small_prefills)
     total = engine.num_programs - later + len(sizes)
-    with tqdm(desc="compiling", unit="program", leave=False, disable=None) as bar:
-        runs.compile_missing(engine, sizes=sizes, report=partial(_show, bar))
+    if runs.compiles_in_children():
+        with tqdm(desc="compiling", unit="program", leave=False, disable=None) as bar:
+            runs.compile_missing(engine, sizes=sizes, report=partial(_show, bar))
     with tqdm(total=total, desc="programs", leave=False, disable=None) as bar:
         engine.warm_up(bar.update, sizes=sizes)
     logging.getLogger(__name__).info(

@@ -100,15 +100,15 @@ class _Process:
             self._hub.send(("refused", " ".join(str(error).split())))
             return 2
         _, timeout, code = self._hub.orders.get()
-        has_ended = worker.stop(timeout)
+        worker.stop(timeout)
         if self._leader is not None:
             others = LOST if code == FAILED else 0
             self._leader.end(code, "the service has ended", others=others)
-        if not has_ended:
-            # The interpreter aborts if it exits while a thread compiles or waits for a device.
-            logging.shutdown()
-            os._exit(code)
-        return code
+        # Without the interpreter's own end: it aborts while a thread compiles, waits for a device, or belongs to a
+        # library that unloads, and the memory of a device takes it seconds.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
 
     def _start(self, begin: Begin) -> EngineWorker:
         _prepare(begin)
