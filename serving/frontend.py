@@ -401,6 +401,8 @@ class Frontend:
         With few cores it would delay the first programs, and begins once the engine serves.
         """
         self._prepared += [self._encoder.prepare(), self._constraints.prepare()]
+        for one in self._prepared:  # a server that ends before needs neither
+            one.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def prepared(self) -> None:
         """Waits until chats and constraints need nothing more that takes seconds."""

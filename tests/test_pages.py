@@ -72,7 +72,7 @@ def test_the_readme_is_short_and_shows_a_plot_and_the_page():
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 160
     assert re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text) == [
-        "bench/results/shape.png",
+        "bench/results/served.png",
         "docs/page.png",
     ]
 

@@ -259,8 +259,7 @@ def test_the_vocabulary_is_read_before_the_first_constraint(engine):
     hopeless = Grammars(engine.tokenizer, engine.tokenizer.vocab_size, [])  # without an end
 
     async def work(made):
-        made.prepare()
-        await made._preparing
+        await made.prepare()
 
     for grammars in (fresh, hopeless):
         run(SimpleNamespace(**vars(engine) | {"grammars": grammars}), work)
