@@ -41,7 +41,7 @@ class Admission:
         """
         if (ask.caller, ask.request_id) in self._by_id:
             raise id_is_taken(ask)
-        self._check_count(ask)
+        self.check_count(ask)
         try:
             self._validate(ask.prompt, ask.params)
         except ConfigError as error:
@@ -86,7 +86,8 @@ class Admission:
         """The open request of a caller, by its id."""
         return self._by_id.get((caller, request_id))
 
-    def _check_count(self, ask: Ask) -> None:
+    def check_count(self, ask: Ask) -> None:
+        """Refuses a number of sequences that no request may have: INVALID_ARGUMENT."""
         n, most, rule = ask.n, self.limits.max_n, None
         if not 1 <= n <= most:
             rule = f"{n} must lie between 1 and {most}"

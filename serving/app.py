@@ -278,6 +278,7 @@ async def _serve_first(
         children.end(_GRACE)
         logging.shutdown()
         os._exit(code)
+    await asyncio.to_thread(children.end, 2 * _GRACE)  # they write their last messages
     return code
 
 
@@ -292,6 +293,14 @@ async def _serve_further(
         orders.say("drained")
         return True
 
+    def end_alone() -> None:
+        if not orders.stop.is_set():
+            _log.error("this process has lost the engine, and ends")
+            logging.shutdown()
+            os._exit(1)  # which ends the server
+
+    # The first process orders the end if the engine's process is gone, and not if only this one has lost it.
+    worker.on_lost = lambda: asyncio.get_running_loop().call_later(_GRACE, end_alone)
     worker.end = drained
     service = _Service(settings, worker, access, report)
     await service.listen(*ports)

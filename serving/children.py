@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from peagle_jax import child_python
+
 if TYPE_CHECKING:
     from peagle_jax import Engine
     from serving.settings import Settings
@@ -145,7 +147,8 @@ class Children:
 def _start(module: str, sockets: Sequence[socket.socket], *arguments: str) -> subprocess.Popen:
     numbers = [one.fileno() for one in sockets]
     return subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, numbers), *arguments],
+        child_python.command(module, *map(str, numbers), *arguments),
         pass_fds=numbers,
+        env=child_python.environment(),
         stdin=subprocess.DEVNULL,
     )

@@ -211,6 +211,7 @@ class Frontend:
         structured = ask.params.structured
         if structured is None:
             return ask
+        self.admission.check_count(ask)  # a matcher is made for each sequence
         has_chat = ask.is_chat if is_chat is None else is_chat
         chat, field = ask.prompt if has_chat else None, ask.spelling.get("structured", "structured")
         async with self._limit_time(ask.deadline):

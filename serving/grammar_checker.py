@@ -7,13 +7,13 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import IO
 
+from peagle_jax import child_python
 from serving.errors import Code, ServiceError
 from serving.grammar_process import Vocabulary
 
@@ -41,17 +41,18 @@ class Process:
 
     Args:
       vocabulary: returns the first message to the process.
-      command: starts the process.
+      command: starts the process; None: that of `grammar_process`.
       seconds: maximum time of a check, including the start.
     """
 
     def __init__(
         self,
         vocabulary: Callable[[], Vocabulary],
-        command: Sequence[str] = (sys.executable, "-m", "serving.grammar_process"),
+        command: Sequence[str] | None = None,
         seconds: float = _MAX_SECONDS,
     ):
-        self._vocabulary, self._command, self._seconds = vocabulary, command, seconds
+        self._vocabulary, self._seconds = vocabulary, seconds
+        self._command = command or child_python.command("serving.grammar_process")
         self._process: subprocess.Popen | None = None
         self._is_ended = False
         self._lock = threading.Lock()

@@ -11,6 +11,7 @@ Process 0 is the server's first process: without it the engine ends. The request
 
 import contextlib
 import logging
+import os
 import queue
 import selectors
 import socket
@@ -169,6 +170,15 @@ class Hub:
             self._waker.send(b"\0")
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:
+            # Nobody would read submits and aborts any more. The end of this process gives every request its status.
+            _log.exception("the engine's process cannot go on")
+            logging.shutdown()
+            os._exit(1)
+
+    def _serve(self) -> None:
         selector = selectors.DefaultSelector()
         selector.register(self._awake, selectors.EVENT_READ)
         for peer in self._peers:
@@ -200,7 +210,10 @@ class Hub:
         if busy != self._busy and (busy is None or time.monotonic() - busy > _TICK):
             self._busy = busy
             self.send(("busy", busy))
-        memory = dict(self._worker.device_memory)
+        try:
+            memory = dict(self._worker.device_memory)
+        except RuntimeError:  # of a device that fails: its rounds say so
+            return
         if memory != self._memory:
             self._memory = memory
             self.send(("memory", memory))
@@ -248,6 +261,7 @@ class Hub:
 
     def _submit(self, peer: _Peer, jobs: Sequence[Job], name: Name) -> None:
         keys = tuple((peer.index, *job.key) for job in jobs)
+        compiled = [job.matcher and peer.matchers.pop(job.matcher) for job in jobs]
         if self._names.get(name, peer.index) != peer.index:
             refused = Refused(keys, IdIsTaken())
             peer.send(
@@ -257,7 +271,6 @@ class Hub:
         if len(self._peers) > 1:
             self._names[name] = peer.index
         peer.jobs.update(keys)
-        compiled = (job.matcher and peer.matchers.pop(job.matcher) for job in jobs)
         triples = zip(jobs, keys, compiled, strict=True)
         self._worker.submit([replace(job, key=k, matcher=m) for job, k, m in triples], name)
 
@@ -270,7 +283,7 @@ class Hub:
             else:
                 for index, one in enumerate(self._worker.matchers(definition, number)):
                     peer.matchers[call, index] = one
-        except Exception as error:
+        except BaseException as error:  # without an answer the other process would wait
             answer = error
             if not isinstance(error, ConfigError):
                 _log.exception("a constraint cannot be compiled")

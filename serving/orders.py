@@ -93,6 +93,8 @@ class OrdersOfFirst:
         control.connection.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(control.connection, self._read)
+        for message in control.rest():  # read together with one that was received
+            self._loop.call_soon(self._handle, message)
 
     def say(self, *message: object) -> None:
         """Sends a message to the first process."""
@@ -105,12 +107,15 @@ class OrdersOfFirst:
             self._on_orphaned()
             return
         for message in messages:
-            match message:
-                case "drain", failure:
-                    self.failure = failure
-                    self.stop.set()
-                case "hurry", code:
-                    self.exit_code = code
-                    self.hurry.set()
-                case ("hangup",):
-                    self._on_hangup()
+            self._handle(message)
+
+    def _handle(self, message: tuple) -> None:
+        match message:
+            case "drain", failure:
+                self.failure = failure
+                self.stop.set()
+            case "hurry", code:
+                self.exit_code = code
+                self.hurry.set()
+            case ("hangup",):
+                self._on_hangup()

@@ -85,6 +85,18 @@ class ProgressLog:
             self._next = progress.seconds + _LOG_SECONDS
 
 
+def _caller(loop: asyncio.AbstractEventLoop) -> Callable[..., None]:
+    """Calls functions in an event loop, from another thread, as long as the loop runs."""
+
+    def call(function: Callable, *args) -> None:
+        try:
+            loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed: no stream is left to deliver to
+            _log.debug("the event loop ended before the engine")
+
+    return call
+
+
 class EngineWorker:
     """Runs an engine in a daemon thread: `messages.Worker` in the process of the engine.
 
@@ -140,7 +152,7 @@ class EngineWorker:
             loop of the caller.
         """
         if call is None:
-            call = asyncio.get_running_loop().call_soon_threadsafe
+            call = _caller(asyncio.get_running_loop())
         self._call, self._deliver = call, listener.deliver
         self._on_ready, self._on_death = listener.on_ready, listener.on_death
         self._thread.start()
@@ -190,10 +202,7 @@ class EngineWorker:
         return has_ended and not self._compiler.is_alive()
 
     def _post(self, function: Callable, *args) -> None:
-        try:
-            self._call(function, *args)
-        except RuntimeError:  # the loop is closed: no stream is left to deliver to
-            _log.debug("the event loop ended before the engine")
+        self._call(function, *args)
 
     def _run(self) -> None:
         try:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_kernels", "peagle_jax", "convert", "serving", "bench", "tests")
 
 ORDER = [
-    "errors", "command_line", "structured", "plotting", "rope_config", "draft_schedule", "exclusions", "config", "sampling_params", "presets", "plan",
+    "errors", "child_python", "command_line", "structured", "plotting", "rope_config", "draft_schedule", "exclusions", "config", "sampling_params", "presets", "plan",
     "parallel", "parallel.processes", "parallel.shares", "parallel.partition", "parallel.vocabulary", "quant", "rope_angles", "layers", "weight_order", "quantized_activations", "models.decoder", "models.experts", "models.gemma4", "models",
     "cache", "sampling", "survival", "selector", "draft_head", "drafter", "ngram", "flat_rows", "adjust", "prompt_scores", "verify", "step", "rounds", "ragged", "parallel.replicas", "parallel.stacks", "parallel.mailboxes", "parallel.devices",
     "checkpoint.safetensors", "checkpoint.hub", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",

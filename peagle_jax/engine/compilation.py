@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import dispatch
+from peagle_jax import child_python
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.engine import stored_programs
 from peagle_jax.engine.device_calls import Key, spelled
@@ -52,6 +53,7 @@ _ATTEMPTS = 2
 
 _LOW_PRIORITY = 10  # as of `nice`
 _POLL_SECONDS = 0.2
+_END_SECONDS = 5.0
 
 
 class CompileError(Exception):
@@ -208,7 +210,11 @@ class _Run:
         child = job = None
         try:
             while (job := self._next()) is not None:
-                child = child or _Child(self._setup, self._has_low_priority)
+                try:
+                    child = child or _Child(self._setup, self._has_low_priority)
+                except OSError as error:  # no memory, or too many processes or files
+                    self._ended(job, Failure(f"no process starts: {error}", is_final=False))
+                    continue
                 try:
                     answer = child.ask(job, self._must_end)
                 except _MustEnd:
@@ -283,9 +289,8 @@ class _Child:
 
     def __init__(self, setup: bytes, has_low_priority: bool):
         self._connection, end = Pipe()
-        command = [sys.executable, "-m", "peagle_jax.engine.compiler_process", str(end.fileno())]
-        # The path of imports is the parent's, wherever the parent was started.
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        numbers = str(end.fileno()), str(os.getpid())
+        command = child_python.command("peagle_jax.engine.compiler_process", *numbers)
         with end:
             self._process = subprocess.Popen(
                 command,
@@ -294,7 +299,7 @@ class _Child:
                 pass_fds=[end.fileno()],
                 # A terminal's interrupt is for the parent, whose end ends the child.
                 start_new_session=True,
-                env=os.environ | CHILD_ENVIRONMENT | {"PYTHONPATH": paths},
+                env=child_python.environment() | CHILD_ENVIRONMENT,
             )
         if has_low_priority:
             with contextlib.suppress(OSError, AttributeError):
@@ -318,14 +323,22 @@ class _Child:
             return pickle.loads(self._connection.recv_bytes())
         except (OSError, EOFError):
             self._connection.close()
-            code = self._process.wait()
+            code = self._end()
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise _Died(f"a compiling process ended with {how}") from None
 
     def close(self) -> None:
         """Ends the process; it waits for nothing, since all its programs are done."""
         self._connection.close()
-        self._process.wait()
+        self._end()
+
+    def _end(self) -> int:
+        """The exit code of a process whose connection is closed; one that hangs in its end is killed."""
+        try:
+            return self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
 
 def _setup(recipes: Sequence[Recipe | Maker]) -> Setup:

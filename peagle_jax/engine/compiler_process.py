@@ -1,4 +1,4 @@
-"""A process that compiles programs onto disk for its parent: `python -m peagle_jax.engine.compiler_process FD`.
+"""A process that compiles programs onto disk for its parent: `python -m peagle_jax.engine.compiler_process FD PID`.
 
 See `compilation`. It reads a `Setup` and then jobs from a connection, answers each with None, a list or a `Failure`, and
 ends with its parent.
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> int:
     """Serves one parent; returns 0 once it has ended."""
-    _end_with_parent()
+    _end_with_parent(int(arguments[1]))
     connection = Connection(int(arguments[0]))
     inbox = messages(connection)
     compiler = _Compiler(next(inbox, None))
@@ -92,13 +92,13 @@ def programs_of(recipe: Recipe) -> tuple[Programs, object]:
     return programs, programs.init_state(recipe.target_config, recipe.drafter_config)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(parent: int) -> None:
     """Lets the kernel end this process with its parent, also in the middle of a program. Linux only; elsewhere it ends
     after the program."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # the parent ended before
+    if os.getppid() != parent:  # it ended before
         sys.exit(0)
 
 

@@ -123,11 +123,12 @@ def test_a_request_is_aborted_by_its_id_in_whichever_process_it_runs(two):
         for call in calls:
             call.initial_metadata()  # comes when the request is accepted
         answer = stubs[0].Abort(pb.AbortRequest(request_ids=[*names, "unknown"]))
-        assert answer.aborted == NUM_CONNECTIONS
         assert {code for code, *_ in ends_of(calls)} == {Status.OK}
     lines = [line for line in log_of(two) if str(line.get("request_id")).startswith("abort-")]
-    assert {line.get("process", 0) for line in lines} == {0, 1}
-    assert any("abort" in line["finish_reasons"] for line in lines)
+    aborted = [line for line in lines if "abort" in line["finish_reasons"]]
+    # On a busy machine some end by themselves before.
+    assert NUM_CONNECTIONS >= answer.aborted >= len(aborted)
+    assert {line.get("process", 0) for line in aborted} == {0, 1}
 
 
 def test_an_id_is_unique_over_all_processes(two):
