@@ -57,7 +57,7 @@ def connected():
     for one in ends:
         one.connection.settimeout(LIMIT)
         assert one.receive()[0] == "described"
-    yield SimpleNamespace(worker=made, ends=ends, lost=lost)
+    yield SimpleNamespace(worker=made, ends=ends, lost=lost, hub=connection)
     for one in ends:
         one.connection.close()
     assert lost.wait(LIMIT)
@@ -131,3 +131,16 @@ def test_the_requests_of_a_process_that_ends_are_aborted_and_their_ids_are_free(
     first.send(("submit", [job(3)], name))
     eventually(lambda: len(worker.submitted) == 2)
     assert worker.submitted[1].key == (0, 3, 0)
+
+
+def test_a_refused_job_leaves_no_matcher(connected):
+    worker, (first, other) = connected.worker, connected.ends
+    worker.matchers = lambda definition, number: [object()] * number
+    other.send(("submit", [job(1)], ("caller", "id")))
+    eventually(lambda: worker.submitted)
+    first.send(("compile", 9, "definition", 2))
+    assert first.receive() == ("answer", 9, None)
+    jobs = [Job((2, i), [1], None, matcher=(9, i)) for i in range(2)]
+    first.send(("submit", jobs, ("caller", "id")))
+    assert first.receive()[0] == "round"
+    assert connected.hub._peers[0].matchers == {}

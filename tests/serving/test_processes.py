@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -245,3 +247,16 @@ def test_a_signal_reaches_all_processes(start, tmp_path):
     assert {code for code, *_ in ends} == {Status.OK}
     assert server.process.wait(LIMIT) == 0
     found.wait_until_gone()
+
+
+def test_children_import_nothing_from_the_folder_that_the_server_starts_in(tmp_path):
+    trap = tmp_path / "serving" / "__init__.py"
+    trap.parent.mkdir()
+    trap.write_text("from pathlib import Path; Path(__file__).with_name('was-run').touch()")
+    code = "import sys; from serving.__main__ import main; sys.exit(main(['--port', '0', '--http-port', '-1', '--model', 'missing']))"
+    made = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True,
+        timeout=LIMIT, check=False, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert (made.returncode, "missing" in made.stderr) == (2, True), made.stderr
+    assert [one.name for one in trap.parent.iterdir()] == ["__init__.py"]
