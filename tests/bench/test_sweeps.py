@@ -36,7 +36,6 @@ def few_prompts(tmp_path):
     return f"few={file}"
 
 
-@pytest.mark.slow
 def test_throughput_compares_methods_at_every_concurrency(folders, tmp_path, few_prompts):
     out = tmp_path / "rows.jsonl"
     argv = [*options(folders, out), "-K", "2", "--concurrency", "1,2", "--set", few_prompts]

@@ -70,7 +70,6 @@ def refuse(*operands, **rules):
     raise AssertionError("this process traces a program")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are found in /proc")
 def test_the_engine_loads_what_children_compiled_although_one_died(folder, monkeypatch):
     expected = engine().generate([PROMPT], PARAMS)[0].tokens
@@ -88,7 +87,6 @@ def test_the_engine_loads_what_children_compiled_although_one_died(folder, monke
     loading.compile_missing(report=refuse)  # nothing is missing
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accept", "reason"),
     [(dies, "ended with signal SIGKILL, twice"), (is_refused, "NotImplementedError: this rule has no kernel")],
