@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, Self
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.request import PromptLogprob, Request, Round, TokenLogprob
-from peagle_jax.engine.rules import banned_ids, check_request
+from peagle_jax.engine.rules import check_request_of_model
 from peagle_jax.engine.stats import Acceptance, DeviceMemory, NgramCounts, SurvivalCounts
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text import Tokenizer
@@ -186,15 +186,7 @@ class Description:
         Raises:
           ConfigError: the request can never run; `field` is "prompt" or a field of `SamplingParams`.
         """
-        check_request(
-            prompt,
-            params,
-            self.config,
-            vocab_size=self.target_config.vocab_size,
-            has_tokenizer=self.tokenizer is not None,
-            eos_ids=self.target_config.eos_ids,
-            banned_ids=banned_ids(params.bad_words, self.tokenizer),
-        )
+        check_request_of_model(prompt, params, self.config, self.target_config, self.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)

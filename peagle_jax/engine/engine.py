@@ -34,7 +34,7 @@ from peagle_jax.engine.request import Request
 from peagle_jax.engine.round_shapes import rounds_per_call
 from peagle_jax.engine.round_timer import RoundTimer
 from peagle_jax.engine.round_times import RoundTimes
-from peagle_jax.engine.rules import banned_ids, check_request
+from peagle_jax.engine.rules import banned_ids, check_request_of_model
 from peagle_jax.engine.scheduler import Scheduler
 from peagle_jax.engine.sizes import check_sizes
 from peagle_jax.engine.survival import SurvivalPolicy
@@ -329,15 +329,7 @@ class Engine:
                     "prompt", "text needs a model with a tokenizer; pass token ids"
                 )
             prompt = self.tokenizer.encode(prompt)
-        check_request(
-            prompt,
-            params,
-            self.config,
-            vocab_size=self.target_config.vocab_size,
-            has_tokenizer=self.tokenizer is not None,
-            eos_ids=self.target_config.eos_ids,
-            banned_ids=banned_ids(params.bad_words, self.tokenizer),
-        )
+        check_request_of_model(prompt, params, self.config, self.target_config, self.tokenizer)
         return [int(token) for token in prompt]
 
     def flush_prefix_cache(self, salt: Salt = ()) -> int:

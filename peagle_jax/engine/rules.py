@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.config import ConfigError, EngineConfig, TargetConfig
 from peagle_jax.sampling_params import MAX_BIAS, MAX_END_IDS, SamplingParams
 from peagle_jax.text import Tokenizer
 
@@ -60,6 +60,25 @@ def check_request(
     for field, broken, rule in itertools.chain(*rules):
         if broken:
             raise ConfigError.of(field, rule)
+
+
+def check_request_of_model(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    config: EngineConfig,
+    target: TargetConfig,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """`check_request` with the limits of a target and its tokenizer; raises as it does."""
+    check_request(
+        prompt,
+        params,
+        config,
+        vocab_size=target.vocab_size,
+        has_tokenizer=tokenizer is not None,
+        eos_ids=target.eos_ids,
+        banned_ids=banned_ids(params.bad_words, tokenizer),
+    )
 
 
 def _rules(
