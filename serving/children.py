@@ -33,7 +33,7 @@ DEFAULT = "serving.engines", "make_engine"
 
 @dataclass(frozen=True)
 class Begin:
-    """What the engine's process is told first.
+    """The first message to the engine's process.
 
     Args:
       make_engine: module and name of a function that makes the engine of the settings.

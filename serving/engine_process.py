@@ -52,8 +52,11 @@ def compile_only(begin: Begin) -> int:
     _prepare(begin)
     engine = _maker(begin)(begin.settings)
     engine.compile_missing(report=ProgressLog())
-    if engine.missing_on_disk() is None:
+    missing = engine.missing_on_disk()
+    if missing is None:
         raise ConfigError("programs are not kept on disk here: the log says why")
+    if missing:
+        raise ConfigError(f"{len(missing)} programs are not on disk: the log says why")
     engine.warm_up()
     _say(f"{engine.programs.num_compiled} programs are in {stored_programs.kept_in()}")
     return 0

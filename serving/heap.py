@@ -1,8 +1,8 @@
 """The interpreter's collector of cyclic garbage, in processes that serve.
 
 A full collection walks all objects, and holds the lock of the interpreter meanwhile: hundreds of thousands of them, and
-seconds, once programs have been traced or loaded. Those objects stay for good, so the collector is told to leave them
-alone. What requests make is freed by counting references; little is left to collect.
+seconds, once programs have been traced or loaded. Those objects stay for good, so the collector leaves them out. What
+requests make is freed by counting references; little is left to collect.
 """
 
 import gc

@@ -243,14 +243,13 @@ class EngineWorker:
         engine.warm_up()
         engine.run_once()
         if engine.grammars is not None:
-            with contextlib.suppress(ConfigError):  # the first constraint is told
+            with contextlib.suppress(ConfigError):  # the first constraint reports it
                 engine.grammars.prepare()
         seconds = time.monotonic() - begin
         _log.info("loaded %d programs in %.1f s", engine.programs.num_compiled, seconds)
 
     def _compile(self) -> None:
         """Compiles and loads the other programs while the engine runs."""
-        load = self._engine.compile_next
         try:
             if self._engine.programs.missing:
                 self._engine.compile_missing(
@@ -259,7 +258,7 @@ class EngineWorker:
                     report=ProgressLog(),
                     on_done=self._load,
                 )
-            while not self._is_stopping and load():
+            while not self._is_stopping and self._engine.compile_next():
                 self._mail.put(_TimeIdle())
         except Exception:
             _log.exception("a program cannot be compiled; rounds use those that are compiled")

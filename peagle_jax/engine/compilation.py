@@ -32,7 +32,7 @@ import jax
 
 from pallas_kernels import dispatch
 from peagle_jax import child_python
-from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
+from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.engine import stored_programs
 from peagle_jax.engine.device_calls import Key, spelled
 from peagle_jax.engine.memory import free_host_bytes
@@ -56,7 +56,7 @@ _POLL_SECONDS = 0.2
 _END_SECONDS = 5.0
 
 
-class CompileError(Exception):
+class CompileError(ConfigError):
     """A program cannot be compiled; the message names it and has the compiler's first line."""
 
 
@@ -143,7 +143,7 @@ def compile_missing(
       missing: for each recipe the keys of the programs to compile; None for a `Maker`.
       jobs: most processes; None: `default_jobs`.
       has_low_priority: whether the children leave the processor to others.
-      must_end: asked several times a second; True leaves out what is not compiled yet.
+      must_end: whether to stop; it is called several times a second. Programs that are not compiled then are left out.
       report: called from one thread at a time, at the start and after each program.
       on_done: called likewise with the recipe's number and the key of each program that is on disk.
       on_ready: called likewise with a recipe's number once all its programs are on disk or cannot be.
@@ -378,7 +378,10 @@ def pickled(thing: Any) -> bytes:
       PicklingError: of a part that no module names, such as a function within a function.
     """
     stream = io.BytesIO()
-    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(thing)
+    try:
+        _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(thing)
+    except (AttributeError, TypeError) as error:  # which pickle raises for some of them
+        raise pickle.PicklingError(str(error)) from error
     return stream.getvalue()
 
 

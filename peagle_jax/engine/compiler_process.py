@@ -48,12 +48,16 @@ class _Compiler:
                 jax.config.update(name, value)
         if cache is not None:
             stored_programs.use_library_cache(Path(cache))
-        self._recipes = unpickle(setup.recipes)
+        self._pickled, self._recipes = setup.recipes, []
         self._made: dict[int, tuple] = {}
 
     def answer(self, job: Job) -> list[tuple[Key, str]] | Failure | None:
         """Compiles a program of a recipe onto disk, or lists what the recipe lacks there. Returns the list, or why
         there is nothing."""
+        try:
+            self._recipes = self._recipes or unpickle(self._pickled)
+        except Exception as error:  # of code that only the parent has, as what a script defines
+            return Failure(stored_programs.line(error), is_final=False)
         try:
             if job.recipe not in self._made:
                 recipe = self._recipes[job.recipe]

@@ -101,7 +101,7 @@ class Programs:
         target = with_activations(target, config)
         weights, structure = jax.tree.flatten((target, drafter))
         self._shapes = jax.tree.unflatten(structure, map(spec_of, weights))
-        self._rules = dict(taps=taps, accept=accept)
+        self._taps, self._accept = taps, accept
         self._devices, self._weights = devices, devices.take_weights(weights)
         self.stored_times = StoredTimes(self._weights, structure, config)
         static = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
@@ -343,7 +343,8 @@ class Programs:
             target_config=target,
             drafter_config=drafter,
             config=self._config,
-            **self._rules,
+            taps=self._taps,
+            accept=self._accept,
         )
 
     def not_on_disk(self, keys: Sequence[Key], state: step.State) -> tuple[Key, ...] | None:

@@ -70,7 +70,6 @@ def refuse(*operands, **rules):
     raise AssertionError("this process traces a program")
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are found in /proc")
 def test_the_engine_loads_what_children_compiled_although_one_died(folder, monkeypatch):
     expected = engine().generate([PROMPT], PARAMS)[0].tokens
     loading, reported, done = engine(dies_once), [], []
@@ -177,3 +176,16 @@ def test_progress_tells_how_long_the_rest_takes():
     assert str(Progress(0, 9, 0.0)) == "compiled 0 of 9 programs, 0 s"
     assert str(Progress(3, 9, 12.0)) == "compiled 3 of 9 programs, 12 s, about 24 s left"
     assert str(Progress(9, 9, 36.0)) == "compiled 9 of 9 programs, 36 s"
+
+
+def test_a_rule_that_no_process_can_get_compiles_in_this_one(folder, caplog):
+    caplog.set_level("INFO")
+
+    def local(*operands, **rules):
+        return verify(*operands, **rules)
+
+    local.program_key = "local"
+    alone = engine(local)
+    alone.compile_missing(report=refuse)
+    assert "programs compile in this process" in caplog.text
+    assert len(alone.missing_on_disk()) == 3
