@@ -96,6 +96,7 @@ def identity(options: Options, about: pb.GetModelInfoResponse) -> dict:
         "prompt_tokens": options.prompt_tokens,
         "duration": options.duration,
         "client_processes": options.client_processes,
+        "api_processes": settings_of(options).num_servers,
     }
 
 
@@ -169,18 +170,21 @@ def _cell(one: Measured) -> Cell:
     )
 
 
-def num_stored(options: Options) -> int:
-    """Programs on disk, which a start need not compile."""
+def stored(options: Options) -> dict[Path, float]:
+    """Programs on disk, of any engine, with the times of their last use."""
     if options.no_cache:
-        return 0
+        return {}
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "peagle-jax"
-    return len(list(folder.glob("programs/*.program")))
+    return {path: path.stat().st_mtime for path in folder.glob("programs/*.program")}
 
 
-def start_times(server: Served) -> dict:
-    """Row fields: seconds from the start of a server to its port, to SERVING, and until all programs are compiled."""
+def start_times(options: Options, server: Served, before: dict[Path, float]) -> dict:
+    """Row fields: seconds from the start of a server to its port, to SERVING, and until all programs are compiled;
+    how many of these programs were on disk `before`."""
     wait_for_programs(server.address)
+    now = stored(options)
     return {
+        "programs_on_disk": sum(now.get(path, 0) > used for path, used in before.items()),
         "port_seconds": server.port_seconds,
         "serving_seconds": server.serving_seconds,
         "programs_seconds": time.monotonic() - server.started,

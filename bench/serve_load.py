@@ -217,12 +217,12 @@ def _measured(options: Options, engine: Engine | None) -> Iterator[preset_load.M
     timed = dict(total=total, unit="request")
     if options.duration is not None:
         timed = dict(total=options.duration * len(cells) * len(options.protocols), unit="s")
-    stored = preset_load.num_stored(options)
+    stored = preset_load.stored(options)
     with _served(options) as (address, server), Clients(options.client_processes) as clients:
         about = _about(address)
         started = {}
         if options.preset is not None:
-            started = preset_load.start_times(server) | {"programs_on_disk": stored}
+            started = preset_load.start_times(options, server, stored)
         prompts, left_out = _prompts(options, about, engine)
         addresses = {"grpc": address, "http": "" if server is None else server.http_address}
         with progress_bar(**timed) as bar:

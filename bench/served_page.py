@@ -7,7 +7,7 @@ from bench import headline, labels
 
 KEY = (
     "device", "model", "protocol", "method", "num_speculative_tokens", "synthetic_acceptance_length", "concurrency", "rate",
-    "duration", "prompt_tokens", "max_tokens",
+    "duration", "prompt_tokens", "max_tokens", "api_processes",
 )  # fmt: skip
 """Fields that identify a row."""
 NAMES = {"grpc": "gRPC", "http": "HTTP"}
@@ -24,7 +24,7 @@ def served_table(rows: list[dict]) -> str:
     if not rows:
         return ""
     return f"{_HEADING}{_NOTE}\n\n" + "\n".join(
-        f"{labels.title(setting, group)}\n\n{_loads(group)}\n\n{_start(group[-1])}\n"
+        f"{labels.title(setting, group)}\n\n{_loads(group)}\n\n{_starts(group)}\n"
         for setting, group in labels.settings(rows)
     )
 
@@ -34,7 +34,9 @@ def _loads(group: list[dict]) -> str:
         "load", "protocol", "tokens/s", "bare, tokens/s", "served / bare", "time to first token, ms: p50, p99",
         "per token, ms: p50, p99", "gap, ms: p50, p99, longest", "statuses",
     ]  # fmt: skip
-    order = lambda row: (row["concurrency"] or 0, row["rate"] or 0, row["protocol"])
+    order = lambda row: (
+        row["concurrency"] or 0, row["rate"] or 0, row["api_processes"], row["protocol"],
+    )  # fmt: skip
     return labels.markdown(
         header,
         [
@@ -57,7 +59,8 @@ def _load(row: dict) -> str:
     if row["rate"] is not None:
         return f"{row['rate']:g} requests/s"
     seconds = "" if row["duration"] is None else f", mixed lengths for {row['duration']} s"
-    return f"{row['concurrency']} requests{seconds}"
+    servers = "" if row["api_processes"] == 1 else f", {row['api_processes']} API processes"
+    return f"{row['concurrency']} requests{seconds}{servers}"
 
 
 def _listed(found: dict | None, *names: str) -> str:
@@ -68,12 +71,19 @@ def _if_measured(row: dict, name: str, form: str) -> str:
     return form.format(row[name]) if name in row else ""
 
 
+def _starts(group: list[dict]) -> str:
+    """A line for each start of a server that the rows are of; the first start has compiled what was not on disk."""
+    return "\n\n".join(_start(row) for row in {row["port_seconds"]: row for row in group}.values())
+
+
 def _start(row: dict) -> str:
     held = ", ".join(f"{one['role']} {one['resident_mib']:,.0f} MiB" for one in row["processes"])
+    if shares := row.get("lock_shares"):
+        locks = ", ".join(f"{one['role']} {one['share']:.0%}" for one in shares)
+        held += f". Share of the time with the interpreter's lock: {locks}"
     return (
-        f"From the start to the ports {row['port_seconds']:.0f} s, to SERVING {row['serving_seconds']:.0f} s, until all "
-        f"programs are loaded {row['programs_seconds']:.0f} s, with {row['programs_on_disk']} programs on disk. "
-        f"Resident memory: {held}."
+        f"From the start to the ports {row['port_seconds']:.0f} s, to SERVING with all programs loaded "
+        f"{row['programs_seconds']:.0f} s, with {row['programs_on_disk']} programs on disk. Resident memory: {held}."
     )
 
 
@@ -87,6 +97,7 @@ def speed_rows(rows: list[dict]) -> list[dict]:
         and row["prompt_tokens"] == headline.PROMPT
         and row["rate"] is None
         and row["duration"] is None
+        and row["api_processes"] == 1
         and "served_over_bare" in row
     ]
 

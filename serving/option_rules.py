@@ -20,16 +20,11 @@ def check_combinations(settings: Any) -> None:
         raise ValueError("compile_only puts programs on disk, and no_cache forbids that")
     if settings.drafter and settings.method == "none":
         raise ValueError("method none takes no drafter: leave one of the two out")
-    if (settings.api_processes or 1) > 64:
+    if settings.api_processes > 64:
         raise ValueError(f"api_processes={settings.api_processes} must be at most 64")
-    if (settings.api_processes or 1) > 1 and not hasattr(socket, "SO_REUSEPORT"):
+    if settings.api_processes > 1 and not hasattr(socket, "SO_REUSEPORT"):
         rule = "processes cannot share ports on this platform (no SO_REUSEPORT): leave it out"
         raise ValueError(f"api_processes={settings.api_processes}: {rule}")
-
-
-def default_servers(max_num_seqs: int) -> int:
-    """Processes that serve clients where no number is asked for, by the most requests that decode at once."""
-    return 1
 
 
 def share(total: int, num_servers: int) -> int:

@@ -12,7 +12,7 @@ from peagle_jax import draft_schedule
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.model_folders import check_folders, check_head_is_given, local_folder
 from serving.hosts_rules import check_hosts, is_unencrypted
-from serving.option_rules import check_combinations, default_servers
+from serving.option_rules import check_combinations
 from serving.option_types import (
     Count,
     Int,
@@ -174,9 +174,9 @@ class Settings(BaseSettings):
         "auto",
         "how replies of a chat mark reasoning and tool calls (default: as the model's own files say)",
     )
-    api_processes: Count | None = _option(
-        None,
-        "processes that serve clients beside the engine's process; several share the ports (default: 1)",
+    api_processes: Count = _option(
+        1,
+        "processes that serve clients beside the engine's process; several share the ports",
         metavar="N",
     )
     host: Text = _option("127.0.0.1", "address to listen on", metavar="ADDRESS")
@@ -298,7 +298,7 @@ class Settings(BaseSettings):
     @property
     def num_servers(self) -> int:
         """Processes that serve clients."""
-        return self.api_processes or default_servers(self.max_num_seqs)
+        return self.api_processes
 
     @property
     def is_loopback(self) -> bool:
