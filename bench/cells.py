@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bench import rows
-from bench.command import ADAPTIVE, METHODS, check_num_drafts
+from bench.command import METHODS, check_num_drafts
 from bench.commands.decode_step import Options
 from bench.synthetic import accepted_by_text, drawn_acceptance, synthetic_acceptance
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.engine.calls import RoundShape
-from peagle_jax.engine.choice import Choice
-from peagle_jax.engine.request import Request
-from peagle_jax.engine.survival import SurvivalPolicy
+from peagle_jax.draft_schedule import adaptive_of
 from peagle_jax.step import AcceptRule
 from peagle_jax.verify import verify
 
@@ -26,24 +23,14 @@ class Variant(NamedTuple):
     method: str
     num_draft: int  # most drafts per round
     adaptive: str = "off"  # what the engine chooses, as in `EngineConfig`
-    rows: int = 0  # drafts that a ragged round verifies for each request, on average; 0: all
 
     @property
     def name(self) -> str:
         chosen = "" if self.adaptive == "off" else f" by {self.adaptive}"
-        ragged = f", {self.rows} verified" if self.rows else ""
-        return f"{self.method} K={self.num_draft}{chosen}{ragged}"
+        return f"{self.method} K={self.num_draft}{chosen}"
 
     def __str__(self) -> str:
         return self.name
-
-
-class FixedRows(SurvivalPolicy):
-    """All rounds are ragged, with the first R of their batch bucket."""
-
-    def shape(self, size: int, rows: Sequence[Request], drafts: Sequence[int]) -> RoundShape:
-        self._choices[size] = Choice(RoundShape(size, drafts[-1], self.ragged[size][0]))
-        return self._choices[size].present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +38,6 @@ class CellsConfig(EngineConfig):
     """Engine sizes with one batch bucket per measured concurrency; prompts are computed anew."""
 
     concurrencies: tuple[int, ...]
-    rows_per_request: int = 0
     prefix_caching: bool = False
     only_greedy: bool = False
     """Whether all requests are greedy; other rounds are then not compiled."""
@@ -59,11 +45,6 @@ class CellsConfig(EngineConfig):
     @property
     def batch_buckets(self) -> tuple[int, ...]:
         return tuple(sorted(self.concurrencies))
-
-    def ragged_rows(self, batch_size: int) -> tuple[int, ...]:
-        if self.rows_per_request:
-            return (self.rows_per_request * batch_size,)
-        return super().ragged_rows(batch_size)
 
 
 def texts_of(options: Options, num_draft: int) -> list[list[int]] | None:
@@ -103,7 +84,6 @@ def variants(options: Options) -> list[Variant]:
             ("--synthetic-acceptance-length", length is not None),
             ("--synthetic-acceptance-rows", options.synthetic_acceptance_rows is not None),
             ("--adaptive", set(options.adaptive) != {"off"}),
-            ("--rows", bool(options.rows)),
         ):
             if is_given:
                 raise ConfigError(f"{name} needs a method that drafts: --method eagle3 or peagle")
@@ -112,7 +92,6 @@ def variants(options: Options) -> list[Variant]:
     for method, k in itertools.product(methods, drafts):
         accept_rule(options, k)
         drafting += [Variant(method, k, adaptive) for adaptive in options.adaptive]
-        drafting += [Variant(method, k, "off", number) for number in options.rows if number < k]
     return ([Variant("none", 0)] if "none" in options.method else []) + drafting
 
 
@@ -126,12 +105,15 @@ def _variant(text: str, options: Options) -> Variant:
     drafts, _, adaptive = rest.partition(":")
     if text == "none":
         return Variant("none", 0)
-    is_known = method in METHODS and method != "none" and adaptive in ("", *ADAPTIVE)
+    is_known = method in METHODS and method != "none"
     if not is_known or not drafts.isdecimal() or not int(drafts):
         raise ConfigError(f"--variants {text}: must be none, METHOD:K or METHOD:K:ADAPTIVE")
     check_num_drafts((int(drafts),))
     accept_rule(options, int(drafts))
-    return Variant(method, int(drafts), adaptive or "off")
+    try:
+        return Variant(method, int(drafts), adaptive_of(adaptive or "off"))
+    except ConfigError as error:
+        raise ConfigError(f"--variants {text}: {error.rule}") from error
 
 
 def most_drafts(options: Options, variant: Variant) -> int:
@@ -140,7 +122,7 @@ def most_drafts(options: Options, variant: Variant) -> int:
     A variant with a fixed K gets the J of a variant of its method that chooses K, so that both have equal
     programs, which compile once.
     """
-    if variant.adaptive != "off" or variant.rows:
+    if variant.adaptive != "off":
         return variant.num_draft
     beside = [v for v in variants(options) if v.method == variant.method and v.adaptive != "off"]
     return max([variant.num_draft, *(other.num_draft for other in beside)])

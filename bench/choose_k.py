@@ -53,8 +53,6 @@ def times_of(rows: Sequence[dict], model: str, method: str) -> dict[tuple[int, i
 def stored_times(path: Path) -> dict[tuple[int, int], float]:
     """Milliseconds per round by (batch bucket, K) from a file that an engine keeps (docs/adaptive.md).
 
-    Its ragged rounds do not count.
-
     Raises:
       ConfigError: it cannot be read, or has no time of a round with drafts.
     """
@@ -64,10 +62,9 @@ def stored_times(path: Path) -> dict[tuple[int, int], float]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
-    dense = {shape: seconds for shape, seconds in times.items() if not shape.num_rows}
-    if not any(shape.num_draft for shape in dense):
+    if not any(shape.num_draft for shape in times):
         raise ConfigError(f"{path}: has no time of a round with drafts")
-    return {(b, k): 1e3 * seconds for (b, k, _), seconds in dense.items()}
+    return {(b, k): 1e3 * seconds for (b, k), seconds in times.items()}
 
 
 def acceptance_of(rows: Sequence[dict], model: str, method: str) -> list[float]:
@@ -100,7 +97,7 @@ def choose(times: Times, acceptance: Sequence[float], *, least_gain: float) -> C
     known = {RoundShape(*cell): ms for cell, ms in times.items() if cell[1] <= len(acceptance)}
     rates = {
         (b, k): 1e3 * b * (1 + sum(acceptance[:k])) / ms
-        for (b, k, _), ms in sorted(monotone(known).items())
+        for (b, k), ms in sorted(monotone(known).items())
     }
     schedule, low = [], 1
     for b, cells in itertools.groupby(rates, key=lambda cell: cell[0]):

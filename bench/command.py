@@ -14,12 +14,13 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from peagle_jax.command_line import positive
 from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig
-from peagle_jax.draft_schedule import ADAPTIVE
+from peagle_jax.draft_schedule import adaptive_of
 from peagle_jax.model_folders import check_folders
 from peagle_jax.presets import PRESETS
 
@@ -43,6 +44,17 @@ class _Joined(argparse.Action):
         if self.type is not list_of_methods:
             joined.sort()
         setattr(namespace, self.dest, tuple(dict.fromkeys(joined)))
+
+
+class _Removed(argparse.Action):
+    """A flag that is no more: it refuses itself with the reason."""
+
+    def __init__(self, reason: str, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._reason = reason
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(f"{option_string} is removed: {self._reason}")
 
 
 def list_of_methods(text: str) -> tuple[str, ...]:
@@ -212,15 +224,15 @@ def k_option(default: tuple[int, ...]) -> Any:
 
 
 def _adaptive(text: str) -> tuple[str, ...]:
-    values = tuple(dict.fromkeys(text.split(",")))
-    if unknown := set(values) - set(ADAPTIVE):
-        raise argparse.ArgumentTypeError(f"{min(unknown)!r} must be {' or '.join(ADAPTIVE)}")
-    return values
+    try:
+        return tuple(dict.fromkeys(map(adaptive_of, text.split(","))))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.rule) from error
 
 
 def adaptive_option() -> Any:
     return option(
-        "off: K is fixed; load, survival: the engine chooses the drafts of each round; off,load compares both", default=("off",),
+        "off: K is fixed; load: the engine chooses the drafts of each round; off,load compares both", default=("off",),
         type=_adaptive, metavar="A,A",
     )  # fmt: skip
 
@@ -367,6 +379,7 @@ class Command:
       description: text of `peagle-bench NAME --help`.
       options: its class of options.
       run: runs the command and returns the exit code.
+      removed: flags that the version before had, and why they are no more.
     """
 
     name: str
@@ -375,6 +388,7 @@ class Command:
     description: str
     options: type[Options]
     run: Callable[[Any], int]
+    removed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def add_to(self, commands) -> None:
         """Adds its parser to the subparsers `commands`."""
@@ -385,6 +399,14 @@ class Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_options(parser, self.options)
+        refuse_removed(parser, self.removed)
+
+
+def refuse_removed(parser: argparse.ArgumentParser, removed: Mapping[str, str]) -> None:
+    """Lets the parser refuse each flag of `removed` with its reason."""
+    for flag, reason in removed.items():
+        action = partial(_Removed, reason)
+        parser.add_argument(flag, nargs="*", action=action, help=argparse.SUPPRESS)
 
 
 def show(header: list[str], lines: list[list[str]], out: Path, *, note: str = "") -> None:

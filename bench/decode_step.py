@@ -29,9 +29,7 @@ from bench.random_weights import num_bytes
 from bench.timing import dispatch_times, drive
 from peagle_jax import runs
 from peagle_jax.config import ConfigError
-from peagle_jax.draft_schedule import ragged_rows
 from peagle_jax.engine.engine import Engine
-from peagle_jax.engine.stats import SurvivalCounts
 from peagle_jax.parallel.devices import own_devices
 from peagle_jax.sampling_params import SamplingParams
 
@@ -47,7 +45,7 @@ Meet = Callable[[], object]
 def work(options: Options) -> list[Work]:
     """The engines of a command, of one replica, for `compile_all`."""
     options = of_replica(options)
-    engines = [(one, group) for one in variants(options) for group in _groups(options, one)]
+    engines = [(one, group) for one in variants(options) for group in _groups(options)]
     return [Work(decode_step_engine, options, engine) for engine in engines]
 
 
@@ -76,7 +74,7 @@ def measured(options: Options, environment: dict, meet: Meet = lambda: None) -> 
             f"{chosen.name} has {chosen.target.max_position} positions; ask for fewer"
         )
     dtype = runs.choose_dtype(options.dtype)
-    num_cells = sum(len(group) for one in todo for group in _groups(options, one))
+    num_cells = len(todo) * len(options.concurrency)
     with tqdm(total=num_cells, unit="cell", disable=None) as bar:
         if options.jobs > 1:
             bar.set_description("compiling")
@@ -87,10 +85,10 @@ def measured(options: Options, environment: dict, meet: Meet = lambda: None) -> 
         held = num_bytes(models.target, *models.heads.values()) / 1e9
         _say(bar, f"{chosen.name}: {held:.1f} GB of weights made in {models.seconds:.1f} s")
         for variant in todo:
-            for group in _groups(options, variant):
+            for group in _groups(options):
                 for row in _measure(options, models, variant, group, bar, meet):
                     row |= environment
-                    if variant.adaptive == "off" and not variant.rows and models.num_devices == 1:
+                    if variant.adaptive == "off" and models.num_devices == 1:
                         method = variant.method
                         config = None if method == "none" else chosen.head(method)
                         row |= roofline.fraction(row, chosen.target, config)
@@ -113,14 +111,9 @@ def _progress(row: dict) -> str:
     )
 
 
-def _groups(options: Options, variant: Variant) -> list[tuple[int, ...]]:
-    """Concurrencies that can share an engine: those whose prefill calls have equally many rows.
-
-    Without ragged rounds a choice by survival is the one by load, so it is left out where that is measured too.
-    """
+def _groups(options: Options) -> list[tuple[int, ...]]:
+    """Concurrencies that can share an engine: those whose prefill calls have equally many rows."""
     sizes = sorted(options.concurrency)
-    if variant.adaptive == "survival" and variant._replace(adaptive="load") in variants(options):
-        sizes = [size for size in sizes if ragged_rows(size, variant.num_draft)]
     return [tuple(group) for _, group in itertools.groupby(sizes, options.prefill_rows_of)]
 
 
@@ -174,7 +167,7 @@ def _skip(error: Exception, what: str, bar: tqdm, cells: int = 1) -> None:
 
 def _identity(options: Options, models: Models, variant: Variant, engine: Engine) -> dict:
     """Row fields that identify the measurement."""
-    method, num_draft, adaptive, per_request = variant
+    method, num_draft, adaptive = variant
     head = models.heads.get(method)
     is_drawn = num_draft and options.synthetic_acceptance_rows is not None
     return {
@@ -209,7 +202,6 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
         **({"presence_penalty": options.presence_penalty} if options.presence_penalty else {}),
         **({"top_k": options.top_k, "top_p": options.top_p} if is_filtered(options) else {}),
         **({"selector_rank": options.selector} if options.selector else {}),
-        **({"rows_per_request": per_request} if options.rows else {}),
         **({"rounds_per_call": engine.config.repeat} if options.is_repeated else {}),
         "draft_sampling": options.draft_sampling,
         "max_tokens": options.max_tokens,
@@ -235,8 +227,6 @@ def kind(options: Options) -> str:
         return "repeated-step"
     if options.tensor_parallel > 1 or options.replicas:
         return "parallel-step"
-    if options.rows:
-        return "ragged-step"
     if options.presence_penalty:
         return "controlled-step"
     if options.selector:
@@ -281,7 +271,6 @@ def _cell(options: Options, engine: Engine, concurrency: int, meet: Meet) -> dic
     prefills = [run(with_tokens(1)).as_row() for _ in range(options.prefills)]
     prefill = sorted(prefills, key=lambda row: row["seconds"])[options.prefills // 2]
     before = engine.scheduler.num_preemptions
-    counted = None if engine.policy is None else engine.policy.counts
     # A request without a seed has its number: equal numbers draw the same texts in all cells.
     engine.numbers = itertools.count(_MEASURED)
     meet()
@@ -300,22 +289,11 @@ def _cell(options: Options, engine: Engine, concurrency: int, meet: Meet) -> dic
         **(
             {}
             if engine.policy is None
-            else {
-                "chosen_num_draft": engine.scheduler.num_draft_at(concurrency),
-                **_survival(engine.policy.counts, counted),
-            }
+            else {"chosen_num_draft": engine.scheduler.num_draft_at(concurrency)}
         ),
         "preemptions": engine.scheduler.num_preemptions - before,
         "peak_memory_bytes": peak_memory(options.tensor_parallel),
     }
-
-
-def _survival(now: SurvivalCounts, before: SurvivalCounts) -> dict:
-    """Row fields about the rounds between two counts; none if survival was not counted."""
-    rounds = now.rounds - before.rounds
-    names = ("verified", "accepted", "expected")
-    means = {f"{name}_per_round": getattr(now, name) - getattr(before, name) for name in names}
-    return {name: total / rounds for name, total in means.items()} if rounds else {}
 
 
 def _profile(options: Options, engine: Engine, concurrency: int, bar: tqdm) -> dict:

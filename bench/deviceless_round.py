@@ -27,7 +27,14 @@ import jax
 import numpy as np
 
 from bench import deviceless, printed_code
-from bench.command import Options, add_options, gather_option, option, positive
+from bench.command import (
+    Options,
+    add_options,
+    gather_option,
+    option,
+    positive,
+    refuse_removed,
+)
 from bench.presets import preset
 from bench.random_weights import random_head, random_target
 from pallas_kernels import dispatch
@@ -41,7 +48,6 @@ from peagle_jax.parallel.devices import Devices
 from peagle_jax.parallel.mailboxes import DEFAULT_CHIPS
 from peagle_jax.plan import DecodePlan, PrefillPlan, greedy_only, mask_words
 from peagle_jax.quantized_activations import with_activations
-from peagle_jax.ragged import ragged_step
 from peagle_jax.rounds import speculative_rounds
 from peagle_jax.weight_order import order_weights
 
@@ -94,9 +100,6 @@ class Sizes(Options):
     head_layers: int = option("layers of the head", default=1, type=positive, metavar="N")
     k: int = option(
         "drafts per round; 0: plain decoding", default=3, short="-k", type=int, metavar="K"
-    )
-    rows: int = option(
-        "drafts that a ragged round verifies in all; 0: all", default=0, type=int, metavar="R"
     )
     rounds_per_call: int = option(
         "rounds in a call, for greedy requests if above 1", default=1, type=positive, metavar="N"
@@ -164,7 +167,6 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         dtype="bfloat16",
         kv_cache_dtype=sizes.kv_cache_dtype,
         activations=sizes.activations,
-        adaptive="survival" if sizes.rows else "off",
         tensor_parallel=sizes.tensor_parallel,
         gather=sizes.gather,
     )
@@ -194,9 +196,6 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
 
     @devices.program
     def decode_round(weights, state, plan, mask, previous):
-        if sizes.rows:
-            rows = dict(num_rows=sizes.rows)
-            return ragged_step(*models(weights), state, plan, mask, taps=taps, **rows)
         if sizes.rounds_per_call > 1:
             light = dataclasses.replace(state, params=greedy_only(state.params), controls=None)
             plan = plan._replace(constrained=None, forced=None, newest=None)
@@ -295,6 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--chip", choices=deviceless.CHIPS, default="h200", help="default: h200")
     add_sizes(parser)
+    refuse_removed(parser, {"--rows": "there are no ragged rounds any more; leave it out"})
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep what XLA and Mosaic dump")
     args = parser.parse_args(argv)

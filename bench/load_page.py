@@ -1,4 +1,4 @@
-"""The figure of tokens per second over concurrency with K by load and by survival, and the table of its targets."""
+"""The figure of tokens per second over concurrency with K by load, and the table of its targets."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -10,19 +10,16 @@ from bench.synthetic import accepted_by_text
 LEAST_OF_BEST, LEAST_OF_PLAIN = 0.98, 0.99
 """K by load must reach this share of the best fixed K, and of plain decoding."""
 
-SURVIVAL_GAINS = {32: 1.04, 128: 1.14}
-"""Concurrency -> what the choice by survival should reach of the best fixed K."""
-
 
 def speed(row: dict) -> float:
     """Output tokens per second while every slot decodes.
 
     Acceptance is drawn: each request has that of one text, so few requests may have other texts than those of the next
     cell. Where all rounds have one K, the median time of a round counts, with the acceptance of all texts. By
-    load that is the K that was chosen last. By survival the tokens are counted.
+    load that is the K that was chosen last.
     """
     k = row["num_speculative_tokens"]
-    if k == 0 or row["adaptive"] == "survival" or "synthetic_acceptance_set" not in row:
+    if k == 0 or "synthetic_acceptance_set" not in row:
         return row["full_tokens_per_second"]
     drawn = row["synthetic_acceptance_rows"], row["synthetic_acceptance_set"]
     tokens = mean_length(*drawn, row.get("chosen_num_draft", k), at_least=k)
@@ -51,11 +48,8 @@ def cell(row: dict) -> str:
 
 
 def targets_table(measured: Sequence[dict]) -> str:
-    """For each concurrency, tokens per second of K by load and by survival relative to the best fixed K and to plain
-    decoding."""
-    header = [
-        "concurrency", "best fixed", "by load, of best", "of plain", "by survival, of best", "missed",
-    ]  # fmt: skip
+    """For each concurrency, tokens per second of K by load relative to the best fixed K and to plain decoding."""
+    header = ["concurrency", "best fixed", "by load, of best", "of plain", "missed"]
     lines = []
     for concurrency in sorted({row["concurrency"] for row in measured}):
         cells = [row for row in measured if row["concurrency"] == concurrency]
@@ -64,9 +58,7 @@ def targets_table(measured: Sequence[dict]) -> str:
         fixed = find(lambda row: row["method"] == "peagle" and row["adaptive"] == "off")
         if plain is None or fixed is None:
             continue
-        load, survival = (
-            find(lambda row, name=name: row["adaptive"] == name) for name in ("load", "survival")
-        )
+        load = find(lambda row: row["adaptive"] == "load")
         best = max((plain, fixed), key=speed)
         lines.append(
             [
@@ -74,21 +66,10 @@ def targets_table(measured: Sequence[dict]) -> str:
                 f"{labels.label(best)}, {speed(best):,.0f}",
                 _share(load, best),
                 _share(load, plain),
-                "" if survival is None else f"{100 * gain(survival, cells):.1f} %",
-                ", ".join(_missed(cells, plain, fixed, load, survival)),
+                ", ".join(_missed(plain, fixed, load)),
             ]
         )
     return labels.markdown(header, lines)
-
-
-def gain(survival: dict, cells: Sequence[dict]) -> float:
-    """Ratio of tokens per second of a row by survival to those of the best fixed K of the same run.
-
-    Both count the tokens of requests with equal texts.
-    """
-    fixed = (row for row in cells if row["method"] == "peagle" and row["adaptive"] == "off")
-    counted = lambda row: row["full_tokens_per_second"]
-    return counted(survival) / max(map(counted, fixed))
 
 
 def _best(cells: list[dict]) -> dict | None:
@@ -99,18 +80,13 @@ def _share(row: dict | None, of: dict) -> str:
     return "" if row is None else f"{100 * speed(row) / speed(of):.1f} %"
 
 
-def _missed(
-    cells: list[dict], plain: dict, fixed: dict, load: dict | None, survival: dict | None
-) -> list[str]:
+def _missed(plain: dict, fixed: dict, load: dict | None) -> list[str]:
     """The targets that are not reached."""
     found = []
     if load is not None and speed(load) < LEAST_OF_BEST * speed(fixed):
         found.append(f"load: {LEAST_OF_BEST:.0%} of the best K")
     if load is not None and speed(load) < LEAST_OF_PLAIN * speed(plain):
         found.append(f"load: {LEAST_OF_PLAIN:.0%} of plain")
-    wanted = SURVIVAL_GAINS.get(plain["concurrency"])
-    if survival is not None and wanted is not None and gain(survival, cells) < wanted:
-        found.append(f"survival: {wanted:.0%} of the best K")
     return found
 
 

@@ -16,7 +16,7 @@ from bench import head_tables, headline, labels, load_page, served_page
 from peagle_jax.plotting import figure_with_panels
 
 _COLOURS = {"none": "black", "eagle3": "tab:blue", "peagle": "tab:orange"}
-_ADAPTIVE_COLOURS = {"load": "tab:green", "survival": "tab:red"}
+_LOAD_COLOUR = "tab:green"
 _ROWS = "Rows"
 """Key of the digest in the text of a PNG."""
 
@@ -96,7 +96,7 @@ def plot_throughput(
                 [row["concurrency"] for row in line],
                 [speed(row) for row in line],
                 "--" if method == "none" else "o-",
-                color=_ADAPTIVE_COLOURS.get(line[0].get("adaptive"), _COLOURS[method]),
+                color=_LOAD_COLOUR if line[0].get("adaptive") == "load" else _COLOURS[method],
                 alpha=1.0 if k == largest else 0.15 + 0.3 * k / largest,
                 linewidth=2.2 if k == largest else 1.2,
                 label=label,

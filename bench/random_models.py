@@ -9,11 +9,11 @@ from functools import partial
 import jax
 from flax import nnx
 
-from bench.cells import CellsConfig, FixedRows, Variant, accept_rule, most_drafts, texts_of
+from bench.cells import CellsConfig, Variant, accept_rule, most_drafts
 from bench.commands.decode_step import Options
 from bench.presets import Preset
 from bench.random_weights import random_head, random_target
-from bench.synthetic import Scattered, drawn_confidence
+from bench.synthetic import Scattered
 from peagle_jax.draft_head import DraftHead
 from peagle_jax.drafter import Drafter, make_drafter
 from peagle_jax.engine.engine import Engine
@@ -83,14 +83,13 @@ class Models:
         Raises:
           ConfigError: their caches do not fit beside the weights.
         """
-        method, _, adaptive, per_request = variant
+        method, _, adaptive = variant
         num_draft, most = most_drafts(options, variant), max(concurrencies)
         tokens = options.prompt_tokens + options.max_tokens + 2 * num_draft + 1
         config = CellsConfig(
             concurrencies=concurrencies,
             num_draft=num_draft,
-            adaptive="survival" if per_request else adaptive,
-            rows_per_request=per_request,
+            adaptive=adaptive,
             draft_schedule=[(1, most, variant.num_draft)] if num_draft > variant.num_draft else (),
             max_num_seqs=most,
             max_model_len=-(-tokens // options.page_size) * options.page_size,
@@ -106,23 +105,15 @@ class Models:
             activations=options.activations,
             rounds_per_call=options.rounds_per_call,
             greedy_rounds=None if options.temperature == 0 else False,
-            only_greedy=options.temperature == options.presence_penalty == 0
-            and adaptive == "off"
-            and not per_request,
+            only_greedy=options.temperature == options.presence_penalty == 0 and adaptive == "off",
         )
         head, drafter, accept = self.heads.get(method), None, verify
         if head is not None:
             made = self.drafter(method, num_draft, options.draft_sampling)
-            texts = texts_of(options, num_draft)
-            known = None if texts is None else drawn_confidence(texts, num_draft)
-            drafter = Scattered(made, self.preset.target.vocab_size, num_draft, known)
+            drafter = Scattered(made, self.preset.target.vocab_size, num_draft)
             accept = accept_rule(options, num_draft)
         order_weights(self.target, options.activations)
-        engine = Engine(self.target, head, config, drafter=drafter, accept=accept)
-        if per_request:
-            engine.policy = FixedRows(num_draft, engine.policy.times)
-            engine.scheduler.policy = engine.policy
-        return engine
+        return Engine(self.target, head, config, drafter=drafter, accept=accept)
 
 
 _kept: dict[tuple, Models] | None = None

@@ -1,9 +1,8 @@
-"""Round times that are drawn at random, so that the choice of K and of verified drafts changes in most rounds."""
+"""Round times that are drawn at random, so that the choice of K changes in most rounds."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection
 
-from peagle_jax.engine.calls import RoundShape
 from peagle_jax.engine.round_times import RoundTimes
 
 
@@ -17,6 +16,6 @@ class RandomTimes(RoundTimes):
     def untimed(self, shapes):
         return []
 
-    def seconds_of(self, shapes: Sequence[RoundShape]) -> dict[RoundShape, float]:
+    def seconds(self, size: int, drafts: Collection[int]) -> dict[int, float]:
         # A factor of ten and more between two of them outweighs the tokens of their drafts.
-        return {shape: self._rng.lognormvariate(0, 2) for shape in shapes}
+        return {num_draft: self._rng.lognormvariate(0, 2) for num_draft in drafts}

@@ -36,7 +36,7 @@ _GROUP = (
 )
 _KEPT = (None, "peers")
 """Programs of the engine, by the field `variant` of a row: with collectives of the library, and those of today."""
-_VARIED = ("adaptive", "rows_per_request", "presence_penalty", "top_k", "top_p")
+_VARIED = ("adaptive", "presence_penalty", "top_k", "top_p")
 KEY = (*_GROUP, *_VARIED, "variant", "tensor_parallel", "replicas", "concurrency")
 """Fields that identify a row of several GPUs."""
 LAUNCH_MS = 2.6e-3

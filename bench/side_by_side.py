@@ -22,7 +22,7 @@ from peagle_jax.config import ConfigError
 
 _MEET_SECONDS = 120.0
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_KEY = ("method", "num_speculative_tokens", "adaptive", "rows_per_request", "concurrency")
+_KEY = ("method", "num_speculative_tokens", "adaptive", "concurrency")
 _SUMS = (
     "prompts", "prompt_tokens", "tokens", "tokens_per_second", "full_tokens_per_second",
     "decode_tokens_per_second", "prefill_tokens_per_second",

@@ -22,7 +22,6 @@ from peagle_jax.adjust import Adjustments
 from peagle_jax.config import ConfigError
 from peagle_jax.drafter import Drafter, DraftInputs
 from peagle_jax.engine.descriptions import source_digest
-from peagle_jax.flat_rows import FlatRows
 from peagle_jax.plan import RequestParams
 from peagle_jax.sampling import accept_uniforms, request_keys
 from peagle_jax.step import AcceptRule
@@ -68,8 +67,7 @@ def drawn_acceptance(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -
     Raises:
       ConfigError: no text has rounds.
     """
-    # [texts, J]: at most 0, 1, .. J-1 accepted
-    shares = np.asarray(1 - _survival(rounds_of_texts, num_draft), np.float32)
+    shares = np.asarray(_shares_below(rounds_of_texts, num_draft), np.float32)
     digest = hashlib.sha256(shares.tobytes()).hexdigest()
     return _Rule(partial(_by_text, shares), f"{_SOURCE} drawn {shares.shape} {digest}")
 
@@ -79,20 +77,8 @@ def _by_text(shares: np.ndarray, uniform: jax.Array, params: RequestParams) -> j
     return (uniform[:, None] >= below[params.seed[:, 1] % len(below)]).sum(axis=1)
 
 
-def drawn_confidence(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> jax.Array:
-    """[texts, J] float32: how often draft j of a text was accepted after the drafts before it.
-
-    These are the frequencies of `drawn_acceptance` with the same texts. The confidence of a real drafter
-    says less about a text, and more about each round.
-    """
-    survival = _survival(rounds_of_texts, num_draft)
-    before = np.pad(survival[:, :-1], ((0, 0), (1, 0)), constant_values=1.0)
-    chances = np.divide(survival, before, out=np.zeros_like(survival), where=before > 0)
-    return jnp.asarray(chances, jnp.float32)
-
-
-def _survival(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> np.ndarray:
-    """[texts, J], share of a text's rounds that accepted draft 1, 2, ..; texts without rounds are left out."""
+def _shares_below(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> np.ndarray:
+    """[texts, J], share of a text's rounds that accepted at most 0, 1, .. J-1; texts without rounds are left out."""
     counts = [
         np.bincount(np.minimum(rounds, num_draft), minlength=num_draft + 1)
         for rounds in rounds_of_texts
@@ -101,7 +87,7 @@ def _survival(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> np.nd
     if not counts:
         raise ConfigError("no text has rounds to draw acceptance from")
     below = np.cumsum(np.stack(counts), axis=1) / np.sum(counts, axis=1, keepdims=True)
-    return 1 - below[:, :-1]
+    return below[:, :-1]
 
 
 def accepted_by_text(rows: Iterable[dict], num_draft: int, texts: str) -> list[list[int]]:
@@ -135,16 +121,14 @@ class _Rule:
 
     def __call__(
         self,
-        logits: jax.Array,  # [B, J+1, V]; with rows [F, V]
+        logits: jax.Array,  # [B, J+1, V]
         drafts: jax.Array,  # [B, J]; J is 0 in prefill
         draft_probs: jax.Array | None,
         positions: jax.Array,  # [B, J+1]
         params: RequestParams,
         adjustments: Adjustments | None = None,
-        *,
-        rows: FlatRows | None = None,
     ) -> Verdict:
-        verdict = verify(logits, drafts, draft_probs, positions, params, adjustments, rows=rows)
+        verdict = verify(logits, drafts, draft_probs, positions, params, adjustments)
         drawn = jnp.take_along_axis(verdict.tokens, verdict.count[:, None] - 1, axis=1)  # [B, 1]
         uniform = accept_uniforms(request_keys(params), positions[:, :1])[:, 0]
         J = drafts.shape[1]
@@ -162,25 +146,17 @@ class Scattered:
     A random head drafts nearly the same token in every mask row, and equal tokens choose equal experts:
     verification would read fewer weights than with real text. The shift is a few integer operations on
     [B, J]; the drafter's own work is unchanged. Sampled drafts are not shifted.
-
-    `confidences` [texts, J] replace the confidence of the head, by text as in `drawn_acceptance`: a head with
-    random weights has no meaningful confidence.
     """
 
     drafter: Drafter
     vocab_size: int = field(metadata=dict(static=True))
     num_draft: int = field(metadata=dict(static=True))
-    confidences: jax.Array | None = None
     program_key: ClassVar[str] = _SOURCE
 
     def propose(self, target, inputs: DraftInputs, cache: list):
         """As the drafter's own; `drafter.Drafter` states it."""
         drafter = replace(self.drafter, num_draft=self.num_draft)
         proposal, cache = drafter.propose(target, inputs, cache)
-        if self.confidences is not None:
-            text = jax.random.key_data(inputs.keys)[:, 1] % len(self.confidences)
-            known = self.confidences[text, : self.num_draft]
-            proposal = proposal._replace(confidence=known)
         if proposal.probs is not None:
             return proposal, cache
         place = (inputs.start + inputs.num_real)[:, None] + jnp.arange(self.num_draft)

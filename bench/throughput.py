@@ -201,7 +201,6 @@ class _Sweep:
         if variant.adaptive != "off":
             sizes = engine.config.batch_buckets
             row["drafts_by_batch_size"] = {n: engine.scheduler.num_draft_at(n) for n in sizes}
-            row["verified_by_batch_size"] = engine.policy.num_verified
         if variant.method == "none":
             self.plain[concurrency] = speeds, median.outputs
         if concurrency in self.plain:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from peagle_jax.flat_rows import FlatRows
 from peagle_jax.parallel import vocabulary
 from peagle_jax.plan import ControlsPlan, RequestParams
 from peagle_jax.sampling_params import MAX_BIAS, MAX_END_IDS
@@ -118,8 +117,6 @@ def adjusted(
     positions: jax.Array,
     params: RequestParams,
     given: Adjustments,
-    *,
-    rows: FlatRows | None = None,
 ) -> jax.Array:
     """Logits under the controls of their rows; rows without any keep their bits.
 
@@ -128,54 +125,30 @@ def adjusted(
     length that leaves a row no token of its mask is ignored in that row.
 
     Args:
-      logits: [B, J+1, V] float32; with `rows` flat, [F, V].
+      logits: [B, J+1, V] float32.
       drafts: [B, J] int32; row j comes after drafts d_1..d_j.
       positions: [B, J+1] int32, positions of the predicted tokens.
     Returns:
       Logits of the same shape, -inf for forbidden tokens.
     """
-    spread = _Spread(positions.shape[1], rows)
     own = jax.tree.map(lambda leaf: leaf[given.slots], given.controls)
-    is_adjusted = spread.values(params.adjusts) > 0
-    bias = spread.vectors(vocabulary.columns(_bias(own)))
-    penalised = _penalised(logits + jnp.where(bias > -jnp.inf, bias, 0.0), drafts, own, spread)
+    is_adjusted = _per_row(params.adjusts) > 0
+    bias = vocabulary.columns(_bias(own))[:, None]
+    penalised = _penalised(logits + jnp.where(bias > -jnp.inf, bias, 0.0), drafts, own)
     vocab_size = own.counts.shape[-1]
     kept = vocabulary.is_real(logits.shape, vocab_size)
     if given.mask is not None:
-        kept = (spread.values(given.constrained) == 0) | _allowed(
-            spread.rows(given.mask), vocab_size
-        )
+        kept = (_per_row(given.constrained) == 0) | _allowed(given.mask, vocab_size)
     kept = _narrowed(kept, ~is_adjusted | (bias > -jnp.inf))
-    early = spread.rows(positions)[..., None] < spread.values(own.min_end)
-    kept = _narrowed(
-        kept, ~(is_adjusted & early & spread.vectors(vocabulary.columns(_is_end(own))))
-    )
+    early = positions[..., None] < _per_row(own.min_end)
+    is_end = vocabulary.columns(_is_end(own))[:, None]
+    kept = _narrowed(kept, ~(is_adjusted & early & is_end))
     return jnp.where(kept, jnp.where(is_adjusted, penalised, logits), -jnp.inf)
 
 
-class _Spread(NamedTuple):
-    """Values of B sequences for their rows, T each or the flat rows of a ragged round."""
-
-    num_rows: int  # T
-    flat: FlatRows | None
-
-    @property
-    def index(self) -> jax.Array:
-        """Number of each row in its sequence, with an axis for the vocabulary."""
-        index = jnp.arange(self.num_rows) if self.flat is None else self.flat.row
-        return index[:, None]
-
-    def vectors(self, x: jax.Array) -> jax.Array:
-        """x [B, n] -> [B, 1, n], or [F, n]."""
-        return x[:, None] if self.flat is None else x[self.flat.sequence]
-
-    def values(self, x: jax.Array) -> jax.Array:
-        """x [B] -> [B, 1, 1], or [F, 1]."""
-        return self.vectors(x[:, None])
-
-    def rows(self, x: jax.Array) -> jax.Array:
-        """x [B, T, ...] -> itself, or [F, ...]."""
-        return x if self.flat is None else self.flat.flat(x)
+def _per_row(x: jax.Array) -> jax.Array:
+    """x [B] -> [B, 1, 1], for all rows of a sequence and all tokens."""
+    return x[:, None, None]
 
 
 def _narrowed(kept: jax.Array, allowed: jax.Array) -> jax.Array:
@@ -204,15 +177,16 @@ def _allowed(mask: jax.Array, vocab_size: int) -> jax.Array:
     return vocabulary.columns(bits.reshape(*mask.shape[:-1], -1)[..., :vocab_size] > 0)
 
 
-def _penalised(logits: jax.Array, drafts: jax.Array, own: Controls, spread: _Spread) -> jax.Array:
+def _penalised(logits: jax.Array, drafts: jax.Array, own: Controls) -> jax.Array:
     """Logits under the penalties of their rows."""
-    rule, V = spread.values, logits.shape[-1]
-    counts = spread.vectors(vocabulary.columns(own.counts)).astype(jnp.int32)
-    for i in range(drafts.shape[1]):
-        counts += (rule(drafts[:, i]) == vocabulary.ids(V)) & (spread.index > i)
+    J, V = drafts.shape[1], logits.shape[-1]
+    counts = vocabulary.columns(own.counts)[:, None].astype(jnp.int32)
+    for i in range(J):
+        is_after = jnp.arange(J + 1)[:, None] > i
+        counts += (_per_row(drafts[:, i]) == vocabulary.ids(V)) & is_after
     counts = jnp.minimum(counts, _MOST)  # as `count_tokens`, one token after the other
-    seen = spread.vectors(vocabulary.columns(own.in_prompt)) | (counts > 0)
-    ratio = jnp.where(seen, rule(own.repetition), 1.0)
+    seen = vocabulary.columns(own.in_prompt)[:, None] | (counts > 0)
+    ratio = jnp.where(seen, _per_row(own.repetition), 1.0)
     logits = jnp.where(logits > 0, logits / ratio, logits * ratio)
-    logits -= rule(own.frequency) * counts
-    return logits - rule(own.presence) * (counts > 0)
+    logits -= _per_row(own.frequency) * counts
+    return logits - _per_row(own.presence) * (counts > 0)

@@ -8,7 +8,6 @@ from peagle_jax.draft_schedule import (
     Adaptive,
     Schedule,
     num_draft_at,
-    ragged_rows,
     schedule_of,
 )
 from peagle_jax.errors import ConfigError
@@ -350,19 +349,10 @@ class EngineConfig:
         """K of a bucket's round that compiles first. The texts of seeds have its drafts."""
         return self.most_drafts if self.ngram else self.num_draft_at(batch_size)
 
-    def ragged_rows(self, batch_size: int) -> tuple[int, ...]:
-        """R, drafts that the ragged rounds of the batch bucket `batch_size` verify in all; ascending."""
-        return ragged_rows(batch_size, self.num_draft) if self.adaptive == "survival" else ()
-
     @property
     def repeat(self) -> int:
         """`rounds_per_call`; 1 before the engine has chosen."""
         return self.rounds_per_call or 1
-
-    @property
-    def has_survival(self) -> bool:
-        """Whether some rounds are ragged."""
-        return any(map(self.ragged_rows, self.batch_buckets))
 
     @property
     def lookahead(self) -> int:

@@ -18,11 +18,16 @@ OPTION = "num_speculative_tokens_per_batch_size"
 Schedule = tuple[tuple[int, int, int], ...]
 """(low, high, K) in ascending order; empty: the most drafts for all sizes."""
 
-Adaptive = Literal["off", "load", "survival"]
-"""Choice at run time: none, K by load (`engine.adaptive`), or in large batches the drafts that are likely to
-be accepted (`engine.survival`)."""
+Adaptive = Literal["off", "load"]
+"""Choice at run time: none, or K by load (`engine.adaptive`)."""
 
 ADAPTIVE: tuple[Adaptive, ...] = get_args(Adaptive)
+
+_REMOVED = {
+    "survival": "is removed: it had 87 to 102 % of the tokens per second of the best fixed K, which load "
+    "reaches too; use load"
+}
+"""Values of `adaptive` that the version before had, and why they are no more."""
 
 
 def schedule_of(ranges: Sequence[Sequence[int]]) -> Schedule:
@@ -74,18 +79,6 @@ def num_draft_at(schedule: Schedule, batch_size: int, most: int) -> int:
     return num_draft
 
 
-LEAST_RAGGED_SIZE = 16
-"""Smallest batch bucket with ragged rounds. In smaller ones a row of the target costs little."""
-_RAGGED = (1, 2, 4)  # R of ragged rounds, drafts for each row of the batch bucket
-
-
-def ragged_rows(size: int, most: int) -> tuple[int, ...]:
-    """R of the ragged rounds of the batch bucket `size`, ascending: all below `size` * J, J = `most`."""
-    if size < LEAST_RAGGED_SIZE:
-        return ()
-    return tuple(number * size for number in _RAGGED if number < most)
-
-
 NGRAM_DRAFTS = 15
 """Tokens that an n-gram match proposes."""
 NGRAM_LONGEST = 16
@@ -109,10 +102,17 @@ def check_ngram(least: int, num_draft: int, adaptive: str, schedule: Schedule) -
         raise ConfigError.of("num_speculative_tokens", rule)
 
 
+def adaptive_of(text: str) -> Adaptive:
+    """The text as a choice; raises `ConfigError` if it is none."""
+    if text not in ADAPTIVE:
+        rule = _REMOVED.get(text, f"must be {' or '.join(ADAPTIVE)}")
+        raise ConfigError.of("adaptive", f"{text!r} {rule}")
+    return text
+
+
 def check_adaptive(adaptive: str, schedule: Schedule) -> None:
     """Raises `ConfigError` for an unknown value, and for a choice at run time beside a schedule."""
-    if adaptive not in ADAPTIVE:
-        raise ConfigError.of("adaptive", f"{adaptive!r} must be {' or '.join(ADAPTIVE)}")
+    adaptive_of(adaptive)
     if adaptive != "off" and schedule:
         raise ConfigError.of(
             "adaptive",

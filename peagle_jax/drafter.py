@@ -18,8 +18,7 @@ from peagle_jax.cache import LayerCache, PagedAttention
 from peagle_jax.draft_head import DraftHead
 from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.sampling import draft_keys, probabilities, sample_rows
-from peagle_jax.selector import Tables, candidates, rows_of, sampled_walk, walk
-from peagle_jax.survival import confidence_of
+from peagle_jax.selector import Tables, candidates, sampled_walk, walk
 
 
 @jax.tree_util.register_dataclass
@@ -47,13 +46,10 @@ class Proposal(NamedTuple):
     Attributes:
       tokens: [B, J] int32, target ids.
       probs: [B, J, V] float32, their distributions; None: argmax drafts.
-      confidence: [B, J] float32, the drafter's largest probability at each position, whichever token is
-        drafted; None: 1 at all positions. Only survival reads it (`survival`).
     """
 
     tokens: jax.Array
     probs: jax.Array | None
-    confidence: jax.Array | None = None
 
 
 class Drafter(Protocol):
@@ -83,10 +79,9 @@ def _choose(
     head: DraftHead, logits, positions, inputs: DraftInputs, sampling: Sampling
 ) -> Proposal:
     """Drafts from logits [B, J, Vd]; `positions` [B, J] are the positions of the drafted tokens."""
-    confidence = confidence_of(logits)
     if sampling == "argmax":
         best = vocabulary.argmax(logits).astype(jnp.int32)
-        return Proposal(head.to_target_ids(best), None, confidence)
+        return Proposal(head.to_target_ids(best), None)
     probs = probabilities(logits, inputs.temperature[:, None])
     ids = sample_rows(probs, _keys(inputs, positions))
     if head.d2t is not None:
@@ -94,7 +89,7 @@ def _choose(
         target_ids = head.to_target_ids(jnp.arange(probs.shape[-1]))
         wide = jnp.zeros((*probs.shape[:-1], head.config.vocab_size), probs.dtype)
         probs = vocabulary.columns(wide.at[..., target_ids].set(probs))
-    return Proposal(head.to_target_ids(ids), probs, confidence)
+    return Proposal(head.to_target_ids(ids), probs)
 
 
 def _keys(inputs: DraftInputs, positions: jax.Array) -> jax.Array:
@@ -144,8 +139,6 @@ def _select(
 ) -> Proposal:
     """Drafts that the head's selector chooses, see `_choose`.
 
-    The confidence is the largest probability of a draft given the drafts before it.
-
     Args:
       tables: of `DraftHead.tables`; None: the products of the edges are computed here.
       out: [B, J or more, D], the layers' output.
@@ -156,12 +149,9 @@ def _select(
     with partition.over(1):
         if sampling == "sample":
             taken, laws = sampled_walk(scores, inputs.temperature, _keys(inputs, positions))
-        confidence = confidence_of(rows_of(scores, taken))
     if sampling == "argmax":
-        return Proposal(chosen(taken), None, confidence)
-    return Proposal(
-        chosen(taken), vocabulary.scattered(ids, laws, head.config.vocab_size), confidence
-    )
+        return Proposal(chosen(taken), None)
+    return Proposal(chosen(taken), vocabulary.scattered(ids, laws, head.config.vocab_size))
 
 
 def _absorb(head: DraftHead, target, inputs: DraftInputs, cache: list[LayerCache]):

@@ -12,7 +12,7 @@ from peagle_jax.command_line import (
     positive,
     whole,
 )
-from peagle_jax.draft_schedule import ADAPTIVE, OPTION, Schedule, parse
+from peagle_jax.draft_schedule import ADAPTIVE, OPTION, adaptive_of, parse
 from peagle_jax.errors import ConfigError
 from peagle_jax.structured import Structured
 
@@ -43,11 +43,16 @@ def _layer_ids(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} must be layer numbers, as 2,24,45") from error
 
 
-def _schedule(text: str) -> Schedule:
-    try:
-        return parse(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(error.rule) from error
+def _checked(parse: Callable[[str], object]) -> Callable[[str], object]:
+    """The parser for argparse, which then shows the rule that a text breaks."""
+
+    def checked(text: str) -> object:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(error.rule) from error
+
+    return checked
 
 
 def read_structured(args: argparse.Namespace) -> Structured | None:
@@ -123,14 +128,14 @@ def _add_model_options(add: Callable) -> None:
         help="draft tokens per round (default: 7)",
     )  # fmt: skip
     add(
-        f"--{OPTION.replace('_', '-')}", type=_schedule, default=(), metavar="RANGES",
+        f"--{OPTION.replace('_', '-')}", type=_checked(parse), default=(), metavar="RANGES",
         help="drafts by batch size, as [[1,8,7],[9,64,3]]: 7 up to 8 prompts at once, 3 from 9 on; "
         "0 decodes plainly",
     )  # fmt: skip
     add(
-        "--adaptive", choices=ADAPTIVE,
-        help="load: choose the drafts of each round by load and acceptance, at most K; survival: beyond, "
-        "verify only likely drafts in batches of 16 or more; off: K is fixed (default: load with --concurrency above 1, but off with --compare and with RANGES)",
+        "--adaptive", type=_checked(adaptive_of), metavar="{" + ",".join(ADAPTIVE) + "}",
+        help="load: choose the drafts of each round by load and acceptance, at most K; off: K is fixed "
+        "(default: load with --concurrency above 1, but off with --compare and with RANGES)",
     )  # fmt: skip
     add(
         "--ngram", type=int, default=0, metavar="N",

@@ -55,19 +55,6 @@ class PrefillPlan(NamedTuple):
     params: RequestParams
 
 
-SURVIVAL_BINS = 20
-"""Bins of `SurvivalReport.histogram`."""
-
-
-class SurvivalReport(NamedTuple):
-    """Verified drafts of a round and their survival, for the host. The round found K drafts for each of B sequences."""
-
-    verified: Array  # [B] int32, number of verified drafts
-    expected: Array  # [] float32, sum of the survival of all verified drafts
-    histogram: Array  # [K, SURVIVAL_BINS] int32, number of drafts by survival in equal bins of 0..1
-    sums: Array  # [K, SURVIVAL_BINS] float32, sum of the survival of these drafts
-
-
 class DecodePlan(NamedTuple):
     """One round over a batch bucket of B rows. Without constrained and timed rows the last three may be None."""
 

@@ -24,14 +24,12 @@ from peagle_jax.adjust import Adjustments, Controls, count_tokens, init_controls
 from peagle_jax.cache import LayerCache, PagedAttention, init_cache
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.drafter import Drafter, DraftInputs
-from peagle_jax.flat_rows import FlatRows
 from peagle_jax.ngram import init_history
 from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.parallel.shares import vocabulary_rows
-from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams, SurvivalReport
+from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams
 from peagle_jax.prompt_scores import PromptScores, score_prompt
 from peagle_jax.sampling import idle_params, request_keys, token_logprobs
-from peagle_jax.survival import Survival, init_survival, observed
 from peagle_jax.verify import Verdict, verify
 
 AcceptRule = Callable[..., Verdict]
@@ -50,7 +48,6 @@ class State:
     draft_probs: jax.Array | None  # [S, J, V] float32, only when drafts are sampled
     params: RequestParams
     controls: Controls | None  # None in a round without a branch, see `speculative_step`
-    survival: Survival | None  # None: rounds count nothing, and none is ragged
     links: jax.Array | None = (
         None  # [n, LINKS] int32, tables of `pallas_kernels.peer_gather`, if it is used
     )
@@ -66,7 +63,6 @@ class StepOutput:
     logprobs: jax.Array | None = None  # [B, K+1] float32, of the emitted tokens
     top_ids: jax.Array | None = None  # [B, K+1, n] int32
     top_logprobs: jax.Array | None = None  # [B, K+1, n] float32
-    report: SurvivalReport | None = None  # of a round, if the state has `survival`
     prompt: PromptScores | None = None  # of a prefill call that scores
     replicas: jax.Array | None = None  # [n] uint32, `parallel.replicas`; only if checked
 
@@ -86,7 +82,6 @@ def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: Engi
         draft_probs=jnp.zeros((S, J, width), jnp.float32) if sampled else None,
         params=idle_params(S),
         controls=init_controls(S, target.vocab_size),
-        survival=init_survival(S, J) if config.has_survival else None,
     )
 
 
@@ -96,19 +91,14 @@ def pack_output(
     drafts: jax.Array,
     params: RequestParams,
     max_logprobs: int,
-    *,
-    rows: FlatRows | None = None,
-    report: SurvivalReport | None = None,
 ) -> StepOutput:
-    """Packs the verdict over logits [B, T, V], with `rows` [F, V], and the next drafts [B, K].
+    """Packs the verdict over logits [B, T, V] and the next drafts [B, K].
 
     Computes logprobs and top-n only if some row requests logprobs.
     """
 
     def with_logprobs():
-        tokens = verdict.tokens if rows is None else rows.flat(verdict.tokens)
-        logprobs = token_logprobs(logits, tokens, max_logprobs)
-        return logprobs if rows is None else tuple(map(rows.batched, logprobs))
+        return token_logprobs(logits, verdict.tokens, max_logprobs)
 
     def zeros():
         shape = verdict.tokens.shape
@@ -120,10 +110,10 @@ def pack_output(
 
     packed = jnp.concatenate([verdict.tokens, _signed_count(verdict)[:, None]], axis=1)
     if params.num_logprobs is None:
-        return StepOutput(packed, drafts, report=report)
+        return StepOutput(packed, drafts)
     wants_logprobs = jnp.any(params.num_logprobs >= 0)
     chosen, ids, top = partition.switch(wants_logprobs.astype(jnp.int32), (zeros, with_logprobs))
-    return StepOutput(packed, drafts, chosen, ids, top, report)
+    return StepOutput(packed, drafts, chosen, ids, top)
 
 
 def _signed_count(verdict: Verdict) -> jax.Array:
@@ -146,15 +136,10 @@ def _draft(target, drafter: Drafter, state: State, inputs: DraftInputs) -> tuple
         return replace(state, drafter_cache=cache), _no_drafts(inputs.slots)
     proposal, cache = drafter.propose(target, inputs, state.drafter_cache)
     drafts = state.drafts.at[inputs.slots, :K].set(proposal.tokens)
-    probs, survival = state.draft_probs, state.survival
+    probs = state.draft_probs
     if probs is not None:
         probs = probs.at[inputs.slots, :K].set(proposal.probs)
-    if survival is not None:
-        new = 1.0 if proposal.confidence is None else proposal.confidence
-        confidence = survival.confidence.at[inputs.slots, :K].set(new)
-        place = survival.place.at[inputs.slots].set(inputs.start + inputs.num_real)
-        survival = survival._replace(confidence=confidence, place=place)
-    state = replace(state, drafter_cache=cache, drafts=drafts, draft_probs=probs, survival=survival)
+    state = replace(state, drafter_cache=cache, drafts=drafts, draft_probs=probs)
     return state, proposal.tokens
 
 
@@ -311,12 +296,9 @@ def speculative_step(
     logits = target.unembed(hidden)  # [B, K+1, V]
     adjustments = Adjustments.of(state.controls, plan.slots, plan.constrained, mask)
     verdict = accept(logits, inputs.drafts, inputs.draft_probs, positions + 1, params, adjustments)
-    counts = (params.num_draft, params.num_draft, verdict.count - 1)
-    survival, report = observed(state.survival, plan, inputs.start, counts, K)
-    state = replace(state, survival=survival)
     verified = Verified(verdict, tapped, cache)
     state, proposed = finish_round(target, drafter, state, plan, inputs, verified)
-    return state, pack_output(logits, verdict, proposed, params, max_logprobs, report=report)
+    return state, pack_output(logits, verdict, proposed, params, max_logprobs)
 
 
 def prefill(

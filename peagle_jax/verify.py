@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from peagle_jax.adjust import Adjustments, adjusted
-from peagle_jax.flat_rows import FlatRows
 from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.plan import RequestParams
 from peagle_jax.sampling import (
@@ -211,35 +210,6 @@ def _emitted(drafts: jax.Array, n: jax.Array, token: jax.Array) -> Verdict:
     return Verdict(tokens, n + 1)
 
 
-class _Layout(NamedTuple):
-    """Rows of logits, [B, J+1, V] or with `rows` [F, V], and values of each row without the last axis."""
-
-    logits: jax.Array
-    rows: FlatRows | None
-
-    def batched(self, x: jax.Array) -> jax.Array:
-        """Values of the rows -> [B, J+1]."""
-        return x if self.rows is None else self.rows.batched(x)
-
-    def per_row(self, x: jax.Array) -> jax.Array:
-        """x [B], broadcastable to values of the rows."""
-        return x[:, None] if self.rows is None else x[self.rows.sequence]
-
-    def row(self, x: jax.Array, n: jax.Array) -> jax.Array:
-        """Row n [B] of each sequence from x, which has a value or a vector for each row -> [B, ...]."""
-        if self.rows is None:
-            return _row(x, n)
-        return x[jnp.take_along_axis(self.rows.at, n[:, None], axis=1)[:, 0]]
-
-    def probability_of(self, drafts: jax.Array, temperature: jax.Array, cutoff: jax.Array):
-        """The target's probability [B, J] of each draft [B, J]; `cutoff` has a value for each row."""
-        if self.rows is None:
-            return probability_of(self.logits[:, :-1], drafts, temperature[:, None], cutoff[:, :-1])
-        after = self.rows.flat(jnp.pad(drafts, ((0, 0), (0, 1))))  # [F], the draft after each row
-        probability = probability_of(self.logits, after, self.per_row(temperature), cutoff)
-        return self.batched(probability)[:, :-1]
-
-
 def verify(
     logits: jax.Array,
     drafts: jax.Array,
@@ -248,7 +218,6 @@ def verify(
     params: RequestParams,
     adjustments: Adjustments | None = None,
     *,
-    rows: FlatRows | None = None,
     in_blocks: bool = False,
 ) -> Verdict:
     """The engine's acceptance rule, for batches that mix greedy and sampled rows.
@@ -259,25 +228,22 @@ def verify(
     (`plan.greedy_only`) there is no branch.
 
     Args:
-      logits: [B, J+1, V] target logits; row j predicts the token at `positions[:, j]`. With `rows` flat,
-        [F, V].
+      logits: [B, J+1, V] target logits; row j predicts the token at `positions[:, j]`.
       drafts: [B, J] int32.
       draft_probs: [B, J, V] float32, or None for argmax drafts.
       positions: [B, J+1] int32, positions of the predicted tokens.
       params: one row per sequence.
       adjustments: controls and masks of the sequences; None: no sequence has any.
-      rows: the rows of a ragged round. A draft whose row is absent must be above `params.num_draft`.
       in_blocks: verify sampled drafts by `verify_block`. Greedy rows, and drafts without `draft_probs`,
         have one rule.
     """
-    largest_of = lambda logits: map(_Layout(logits, rows).batched, largest(logits))
-    best, value = largest_of(logits)
+    best, value = largest(logits)
     is_finite = jnp.isfinite(value)
     if params.temperature is None:
         return _greedy(best, drafts, params.num_draft)._replace(finite=is_finite)
     given = dict(drafts=drafts, draft_probs=draft_probs, positions=positions, params=params)
     given |= dict(in_blocks=in_blocks)
-    plain = _laws(_Layout(logits, rows), best, **given)
+    plain = _laws(logits, best, **given)
     branches = [lambda law=law: law()._replace(finite=is_finite) for law in plain]
     samples = params.temperature > 0
     filters = (params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0)
@@ -285,10 +251,10 @@ def verify(
     if adjustments is not None:
 
         def of_adjusted(law: int) -> Verdict:
-            own = adjusted(logits, drafts, positions, params, adjustments, rows=rows)
+            own = adjusted(logits, drafts, positions, params, adjustments)
             own = lax.optimization_barrier(own)  # the rest compiles as in the plain branch
-            best, value = largest_of(own)
-            verdict = _laws(_Layout(own, rows), best, **given)[law]()
+            best, value = largest(own)
+            verdict = _laws(own, best, **given)[law]()
             # A row whose mask allows no token has no finite logit left.
             return verdict._replace(finite=is_finite & jnp.isfinite(value))
 
@@ -303,7 +269,7 @@ verify_blocks = partial(verify, in_blocks=True)
 
 
 def _laws(
-    layout: _Layout,
+    logits: jax.Array,
     best: jax.Array,
     *,
     drafts: jax.Array,
@@ -313,7 +279,6 @@ def _laws(
     in_blocks: bool,
 ) -> tuple[Callable[[], Verdict], ...]:
     """The three branches of `verify` over logits with argmax `best` [B, J+1]: greedy, unfiltered, filtered."""
-    logits = layout.logits
 
     def greedy():
         return _greedy(best, drafts, params.num_draft)
@@ -322,13 +287,12 @@ def _laws(
         keys, emitted = request_keys(params), emit_keys(request_keys(params), positions)
         given = (drafts, draft_probs, params.num_draft)
         if in_blocks and draft_probs is not None:
-            laws = probabilities(logits, layout.per_row(params.temperature), cutoff)
+            laws = probabilities(logits, params.temperature[:, None], cutoff)
             uniforms = block_uniforms(keys, positions[:, :-1], positions[:, 0] - 1)
-            return verify_block(layout.batched(laws), *given, uniforms, emitted)
-        own = layout.probability_of(drafts, params.temperature, cutoff)
-        law = lambda n: probabilities(
-            layout.row(logits, n), params.temperature, layout.row(cutoff, n)
-        )
+            return verify_block(laws, *given, uniforms, emitted)
+        of_drafts = (logits[:, :-1], drafts, params.temperature[:, None], cutoff[:, :-1])
+        own = probability_of(*of_drafts)
+        law = lambda n: probabilities(_row(logits, n), params.temperature, _row(cutoff, n))
         uniforms = accept_uniforms(keys, positions[:, :-1])
         return verify_sampled(own, law, *given, uniforms, emitted)
 
@@ -348,6 +312,6 @@ def _laws(
     def filtered():
         rules = (params.temperature, params.top_k, params.top_p, params.min_p)
         own = lax.optimization_barrier(logits)
-        return mixed(lax.optimization_barrier(cutoffs(own, *map(layout.per_row, rules))))
+        return mixed(lax.optimization_barrier(cutoffs(own, *(x[:, None] for x in rules))))
 
     return greedy, unfiltered, filtered

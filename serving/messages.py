@@ -8,7 +8,7 @@ from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.request import PromptLogprob, Request, Round, TokenLogprob
 from peagle_jax.engine.rules import check_request_of_model
-from peagle_jax.engine.stats import Acceptance, DeviceMemory, NgramCounts, SurvivalCounts
+from peagle_jax.engine.stats import Acceptance, DeviceMemory, NgramCounts
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text import Tokenizer
 
@@ -139,10 +139,6 @@ class Load:
     """K, drafts per round, by batch size."""
     num_draft_changes: int = 0
     """How often the K of a batch size was replaced at run time."""
-    num_verified: Mapping[int, int] = field(default_factory=dict)
-    """Most drafts that a round verifies in all, by batch size where some rounds are ragged."""
-    survival: SurvivalCounts = field(default_factory=SurvivalCounts)
-    """Counts of the rounds of these batch sizes, those of the warm-up included."""
     predicted_rate: float = 0.0
     """Tokens per second that the last choice of K predicts; 0 before the first."""
     num_tokens: int = 0

@@ -287,7 +287,6 @@ class _EngineCollector(Collector):
             "Tokens per second that the last choice of drafts per round predicts.",
             load.predicted_rate,
         )
-        yield from self._survival(load)
         yield self._gauge("peagle:open_requests", "Requests not yet ended.", self._num_open())
         yield self._counter("peagle:rounds", "Rounds of the engine.", load.rounds)
         info = GaugeMetricFamily(
@@ -327,24 +326,6 @@ class _EngineCollector(Collector):
             for position, count in enumerate(values):
                 positions.add_metric([*self._values, str(position)], count)
             yield positions
-
-    def _survival(self, load: Load) -> Iterable[Metric]:
-        """Rounds that verify only the likely drafts: docs/adaptive.md, "Survival"."""
-        rows = GaugeMetricFamily(
-            "peagle:verified_drafts_per_round",
-            "Most drafts that a round verifies in all, by batch size with a choice of them.",
-            labels=[*self._names, "batch_size"],
-        )
-        for size, number in load.num_verified.items():
-            rows.add_metric([*self._values, str(size)], number)
-        yield rows
-        for name, text in (
-            ("rounds", "Rounds of batch sizes whose verified drafts are chosen."),
-            ("verified", "Drafts that these rounds verified."),
-            ("accepted", "Verified drafts that passed."),
-            ("expected", "Verified drafts that were expected to pass."),
-        ):
-            yield self._counter(f"peagle:survival_{name}", text, getattr(load.survival, name))
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=self._names)

@@ -14,6 +14,7 @@ from peagle_jax.model_folders import check_folders, check_head_is_given, local_f
 from serving.hosts_rules import check_hosts, is_unencrypted
 from serving.option_rules import check_combinations
 from serving.option_types import (
+    Adaptive,
     Count,
     Int,
     Mebibytes,
@@ -74,11 +75,10 @@ class Settings(BaseSettings):
         "0 decodes without drafts (default: num-speculative-tokens for all sizes)",
         metavar="RANGES",
     )
-    adaptive: Literal["off", "load", "survival", None] = _option(
+    adaptive: Adaptive = _option(
         None,
         "load: the server chooses the drafts per round by load and acceptance, at most "
-        "num-speculative-tokens; survival: beyond, batches of 16 or more verify only the drafts that are "
-        "likely to be accepted; off: they are fixed "
+        "num-speculative-tokens; off: they are fixed "
         "(default: load, off with num-speculative-tokens-per-batch-size)",
     )
     selector: bool = _option(True, "let the head's selector, if any, choose drafts (default: on)")

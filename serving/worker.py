@@ -26,7 +26,7 @@ from peagle_jax.engine.memory import device_memory
 from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.scheduler import QueueFull
-from peagle_jax.engine.stats import Acceptance, DeviceMemory, SurvivalCounts
+from peagle_jax.engine.stats import Acceptance, DeviceMemory
 from serving.messages import (
     Death,
     Description,
@@ -391,8 +391,6 @@ class EngineWorker:
                 size: scheduler.num_draft_at(size) for size in scheduler.config.batch_buckets
             },
             num_draft_changes=0 if policy is None else policy.num_changes,
-            num_verified={} if policy is None else policy.num_verified,
-            survival=SurvivalCounts() if policy is None else policy.counts,
             predicted_rate=0.0 if policy is None else policy.rate,
             num_tokens=self._num_tokens,
         )

@@ -52,11 +52,9 @@ def _programs_of(target, drafter, config, taps, accept) -> dict:
     return programs
 
 
-def _verify_unadjusted(
-    logits, drafts, draft_probs, positions, params, adjustments=None, *, rows=None
-):
+def _verify_unadjusted(logits, drafts, draft_probs, positions, params, adjustments=None):
     """The engine's rule for requests that change no logits. It compiles in two thirds of the time."""
-    return verify(logits, drafts, draft_probs, positions, params, rows=rows)
+    return verify(logits, drafts, draft_probs, positions, params)
 
 
 _verify_unadjusted.program_key = "unadjusted"  # programs of tests may be kept on disk, too

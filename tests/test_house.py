@@ -21,7 +21,7 @@ PACKAGES = ("pallas_kernels", "peagle_jax", "convert", "serving", "bench", "test
 ORDER = [
     "errors", "child_python", "command_line", "structured", "plotting", "rope_config", "draft_schedule", "exclusions", "config", "sampling_params", "presets", "plan",
     "parallel", "parallel.processes", "parallel.shares", "parallel.partition", "parallel.vocabulary", "quant", "rope_angles", "layers", "weight_order", "quantized_activations", "models.decoder", "models.experts", "models.gemma4", "models",
-    "cache", "sampling", "survival", "selector", "draft_head", "drafter", "ngram", "flat_rows", "adjust", "prompt_scores", "verify", "step", "rounds", "ragged", "parallel.replicas", "parallel.stacks", "parallel.mailboxes", "parallel.devices",
+    "cache", "sampling", "selector", "draft_head", "drafter", "ngram", "adjust", "prompt_scores", "verify", "step", "rounds", "parallel.replicas", "parallel.stacks", "parallel.mailboxes", "parallel.devices",
     "checkpoint.safetensors", "checkpoint.hub", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",
     "checkpoint.tables", "checkpoint.fields", "checkpoint.config_keys", "checkpoint.rope_json",
     "checkpoint.target_json", "checkpoint.target_writer", "checkpoint.head_json",
@@ -29,7 +29,7 @@ ORDER = [
     "token_bytes", "text", "options",
     "engine", "engine.rules", "engine.pages", "engine.slots", "engine.mask_threads", "engine.schema_objects", "engine.schema_rules", "engine.lark", "engine.spellings", "engine.grammar", "engine.request", "engine.reservation",
     "engine.prefixes", "engine.controls", "engine.prefill_shapes", "engine.calls", "engine.device_calls", "engine.prompt_logprobs", "engine.stats",
-    "engine.round_times", "engine.choice", "engine.adaptive", "engine.survival", "engine.integrity", "engine.commits", "engine.scheduler",
+    "engine.round_times", "engine.choice", "engine.adaptive", "engine.integrity", "engine.commits", "engine.scheduler",
     "engine.sizes", "engine.round_shapes", "engine.output_shapes", "engine.memory", "engine.transfer", "engine.stored_times", "engine.layouts",
     "engine.descriptions", "engine.compiler_options", "engine.stored_programs",
     "engine.compilation", "engine.ring_copies", "engine.kept", "engine.programs", "engine.compiler_process", "engine.follower", "engine.dispatch", "engine.outputs",

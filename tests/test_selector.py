@@ -115,7 +115,6 @@ def test_tables_change_no_draft(sampling, draft_vocab_size, own_embedding):
         head.d2t.set_value(jnp.arange(draft_vocab_size, dtype=jnp.int32))
     given, computed = proposal(head, sampling, target=tiny.target()), proposal(head, sampling)
     np.testing.assert_array_equal(given.tokens, computed.tokens)
-    np.testing.assert_allclose(given.confidence, computed.confidence, rtol=1e-4)
     if sampling == "sample":
         np.testing.assert_allclose(given.probs, computed.probs, atol=1e-5)
 
@@ -157,7 +156,6 @@ def test_sampled_drafts_come_with_a_law_of_few_tokens(draft_vocab_size):
     assert ((probs > 0).sum(-1) <= 16).all()
     drawn = np.take_along_axis(probs, np.asarray(found.tokens)[..., None], -1)
     assert (drawn > 0).all()
-    assert (np.asarray(found.confidence) <= 1).all()
 
 
 def test_eagle3_heads_have_no_selector():

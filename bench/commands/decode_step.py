@@ -68,10 +68,6 @@ class Options(RowOptions):
         "set of the texts of those rows", default="own", metavar="SET"
     )
     adaptive: tuple[str, ...] = adaptive_option()
-    rows: tuple[int, ...] = option(
-        "also time ragged rounds, which verify N drafts of each request on average, at most K - 1", default=(),
-        type=list_of_positive, metavar="N,N",
-    )  # fmt: skip
     rounds_per_call: int | None = rounds_per_call_option()
     prompt_tokens: int = option("tokens per prompt", default=512, type=positive, metavar="N")
     max_tokens: int = option("new tokens per prompt", default=512, type=positive, metavar="N")
@@ -152,11 +148,10 @@ class Options(RowOptions):
                 "--selector is for rounds of one device: leave out --tensor-parallel, --replicas and --cold-start"
             )
         check_jobs(self)
-        others = self.temperature > 0 or self.presence_penalty or self.rows
-        if self.is_repeated and others:
+        if self.is_repeated and (self.temperature > 0 or self.presence_penalty):
             raise ConfigError(
                 "--rounds-per-call above 1 is for greedy rounds: set --temperature 0, and leave out "
-                "--presence-penalty and --rows"
+                "--presence-penalty"
             )
         if uneven := [c for c in self.concurrency if c % (self.replicas or 1)]:
             raise ConfigError(
@@ -166,8 +161,6 @@ class Options(RowOptions):
 
 def row_drafts(row: dict) -> str:
     """K of a row, as printed."""
-    if row.get("rows_per_request"):
-        return f"{row['num_speculative_tokens']}, {row['rows_per_request']} verified"
     if "chosen_num_draft" in row:
         return f"{row['chosen_num_draft']} of {row['num_speculative_tokens']}"
     return str(row["num_speculative_tokens"])
@@ -252,4 +245,5 @@ with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).
 """,
     options=Options,
     run=run,
+    removed={"--rows": "ragged rounds did not beat the best fixed K; leave it out"},
 )

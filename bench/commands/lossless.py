@@ -136,7 +136,7 @@ COMMAND = Command(
         "lossless --preset qwen3-coder-30b-a3b-fp8 -K 3,7 --tokens 100000",
         "lossless --concurrency 1,8,32",
         "lossless --warm -K 7 --page-size 16",
-        "lossless -K 7 --adaptive load,survival --tokens 100000",
+        "lossless -K 7 --adaptive load --tokens 100000",
     ),
     description="""
 Decodes the same prompts in every cell (a method, a K and a concurrency), and compares each output with the
@@ -146,8 +146,8 @@ A preset has random weights, made on the device, and prompts of random tokens. D
 almost never right, so seven of ten drafts are replaced by the reference's tokens. Drafts are then both
 accepted and rejected. Without --preset the embedded model or --model is compared.
 
-With --adaptive the engine chooses K, or the drafts that a round verifies, by times that are drawn at random, so that
-the choice changes in nearly every call.
+With --adaptive load the engine chooses K by times that are drawn at random, so that it changes in nearly
+every call.
 
 With --warm every cell decodes the first half of each output, and continues prompt and first half twice: with
 what the prefix cache has of them, and computed as a whole. The tokens must be the reference's, and both must

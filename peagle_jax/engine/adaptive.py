@@ -9,12 +9,10 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from peagle_jax.engine.calls import DecodeCall, RoundShape
+from peagle_jax.engine.calls import RoundShape
 from peagle_jax.engine.choice import Choice
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.round_times import RoundTimes
-from peagle_jax.engine.stats import SurvivalCounts
-from peagle_jax.plan import SurvivalReport
 
 _LARGE = 64
 """Least batch bucket with a program of K = 1."""
@@ -112,10 +110,6 @@ class LoadPolicy:
 
     def __init__(self, most: int, times: RoundTimes):
         self.times = times
-        self.ragged: Mapping[int, Sequence[int]] = {}
-        """Ragged rounds that may run: values of R by batch bucket, ascending. Any thread replaces it."""
-        self.counts = SurvivalCounts()
-        """Only of a policy with ragged rounds."""
         self.num_changes = 0
         """How often the K of a batch bucket was replaced."""
         self.rate = 0.0
@@ -139,30 +133,6 @@ class LoadPolicy:
             name: self._survival[is_sampled].shares
             for name, is_sampled in (("greedy", False), ("sampled", True))
         }
-
-    @property
-    def num_verified(self) -> dict[int, int]:
-        """Most drafts that a round verifies in all, by batch bucket with ragged rounds: none here."""
-        return {}
-
-    def shape(self, size: int, rows: Sequence[Request], drafts: Sequence[int]) -> RoundShape:
-        """The next round of the batch bucket `size`; arguments as in `choose`."""
-        return RoundShape(size, self.choose(size, rows, drafts))
-
-    def must_count(self, shape: RoundShape) -> bool:
-        """Whether the next round, of `shape`, must count the survival of its drafts."""
-        return False
-
-    def commit(
-        self,
-        call: DecodeCall,
-        rows: Sequence[tuple[Request, int, int]],
-        report: SurvivalReport | None,
-    ) -> None:
-        """Takes the outcome of a round: `rows` as in `record`, and the report of its survival, if any."""
-        # A ragged round verifies likely drafts only, so it does not show how often drafts pass.
-        if not call.shape.num_rows:
-            self.record(rows)
 
     def choose(self, size: int, rows: Sequence[Request], drafts: Sequence[int]) -> int:
         """K of the next round of the batch bucket `size`.
@@ -205,7 +175,7 @@ class LoadPolicy:
         if choice.trial is not None:  # all its rounds are timed, one after the other
             return False
         shape = choice.shape
-        if self._shows_all(shape):
+        if shape.num_draft == self._most:  # it measures all that an exploration measures
             self._below_most = 0
             return False
         self._below_most += 1
@@ -214,43 +184,28 @@ class LoadPolicy:
             return True
         return False
 
-    def _shows_all(self, shape: RoundShape) -> bool:
-        """Whether a round of `shape` measures all that an exploration measures."""
-        return shape == RoundShape(shape.size, self._most)
-
     def _decide(self, choice: Choice, rows: Sequence[Request], drafts: Sequence[int]) -> None:
         present, size = choice.present, choice.present.size
-        seconds = {RoundShape(size, k): s for k, s in self.times.seconds(size, drafts).items()}
+        by_draft = self.times.seconds(size, drafts)
+        seconds = {RoundShape(size, k): s for k, s in by_draft.items()}
         tokens = self._tokens(rows, drafts)
         if tokens is None or present not in seconds:
             return
         rates = {shape: tokens[shape.num_draft] / s for shape, s in seconds.items()}
-        if self._replace(choice, rates, seconds):
-            _log.info(
-                "batch size %d: %d drafts per round, predicted %.0f tokens/s; %d drafts gave %.0f",
-                size,
-                choice.present.num_draft,
-                rates[choice.present],
-                present.num_draft,
-                rates[present],
-            )
-
-    def _replace(
-        self,
-        choice: Choice,
-        rates: Mapping[RoundShape, float],
-        seconds: Mapping[RoundShape, float],
-    ) -> bool:
-        """Decides by rates. Returns whether the choice changed."""
-        before = choice.present
         choice.decide(rates, self.times)
         chosen = choice.present
         self.rate = rates[chosen]
-        whole = max(seconds, key=lambda shape: shape.num_verified)
-        cost = {0: seconds[chosen], 1: seconds[whole]}
-        self._interval[chosen.size] = exploration_interval(cost, 0)
-        self.num_changes += chosen != before
-        return chosen != before
+        self._interval[size] = exploration_interval(by_draft, chosen.num_draft)
+        if chosen != present:
+            self.num_changes += 1
+            _log.info(
+                "batch size %d: %d drafts per round, predicted %.0f tokens/s; %d drafts gave %.0f",
+                size,
+                chosen.num_draft,
+                rates[chosen],
+                present.num_draft,
+                rates[present],
+            )
 
     def _tokens(self, rows: Sequence[Request], drafts: Sequence[int]) -> dict[int, float] | None:
         """Expected tokens of a round by K; None until acceptance is measured."""

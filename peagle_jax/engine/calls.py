@@ -84,12 +84,6 @@ class RoundShape(NamedTuple):
 
     size: int  # batch bucket: rows of the plan, padding included
     num_draft: int  # K, drafts that the round makes for each row, and the most that it verifies
-    num_rows: int = 0  # R, drafts that a ragged round verifies in all; 0: each row verifies its K
-
-    @property
-    def num_verified(self) -> int:
-        """Most drafts that the round verifies in all."""
-        return self.num_rows or self.size * self.num_draft
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,14 +92,10 @@ class DecodeCall:
 
     requests: tuple[Request | None, ...]  # B
     shape: RoundShape
-    drafted: tuple[
-        int, ...
-    ]  # per real row: drafts that the round verifies; if it is ragged, at most
+    drafted: tuple[int, ...]  # per real row: drafts that the round verifies
     plan: DecodePlan
     mask: np.ndarray | None = None  # [B, K+1, mask_words(V)] int32 for constrained rows, see `plan`
     repeat: int = 1  # rounds that the call runs
-    counts: bool = False
-    """Whether greedy requests, too, run the program that counts survival."""
 
     @property
     def num_draft(self) -> int:
@@ -125,7 +115,7 @@ class DecodeCall:
     @cached_property
     def is_greedy(self) -> bool:
         """Whether no request needs a branch of the round's program, see `Programs.round`."""
-        return not self.counts and not any(request.needs_branch for request in self.rows)
+        return not any(request.needs_branch for request in self.rows)
 
     def is_again(self, rows: list[Request], shape: RoundShape) -> bool:
         """Whether a round of `shape` for `rows` would be this one, if their slots and pages are the same."""
@@ -149,13 +139,11 @@ class DecodeCall:
         shape: RoundShape,
         config: EngineConfig,
         repeat: int = 1,
-        counts: bool = False,
     ) -> Self:
         """Plans a round of `shape` for `rows`, at most `shape.size` requests.
 
         Args:
-          repeat: rounds of the call, if no request needs a branch and it does not count.
-          counts: see the field.
+          repeat: rounds of the call, if no request needs a branch.
         """
         size, num_draft = shape.size, shape.num_draft
         slots, pending = np.full(size, config.max_num_seqs, np.int32), np.zeros(size, np.int32)
@@ -183,8 +171,7 @@ class DecodeCall:
             drafted=drafted,
             plan=plan,
             mask=masks_of(windows, size=size, height=num_draft + 1),
-            repeat=1 if counts or any(request.needs_branch for request in rows) else repeat,
-            counts=counts,
+            repeat=1 if any(request.needs_branch for request in rows) else repeat,
         )
 
 

@@ -12,7 +12,6 @@ from peagle_jax.engine.prefixes import PrefixCache
 from peagle_jax.engine.request import NOT_FINITE, BatchLogprobs, Request, RequestState
 from peagle_jax.engine.reservation import Reservation
 from peagle_jax.engine.stats import Acceptance, RoundCounter
-from peagle_jax.plan import SurvivalReport
 
 Update = tuple[Request, list[int]]
 """A request and the tokens a commit added to its output, for streaming."""
@@ -83,11 +82,9 @@ class Commits:
         count: np.ndarray,  # [B], accepted drafts + 1; -1 - n where only n tokens have finite logits
         drafts: np.ndarray,  # [B, K], for the next round
         logprobs: BatchLogprobs | None = None,  # C = K+1
-        report: SurvivalReport | None = None,
     ) -> list[Update]:
         """Commits one round: appends its tokens, counts its drafts, frees surplus pages."""
         updates, counts = [], []
-        drafted = call.drafted if report is None else report.verified.tolist()
         tokens, count, drafts = tokens.tolist(), count.tolist(), drafts.tolist()
         for row, request in enumerate(call.rows):
             request.in_flight -= 1
@@ -95,11 +92,12 @@ class Commits:
             before, request.drafts = request.drafts, made(drafts[row])
             if not request.is_finished:
                 update = self._receive(request, row, tokens[row], count[row], logprobs)
-                accepted = self._count(request, before, drafted[row], count[row], len(update[1]))
-                counts.append((request, drafted[row], accepted))
+                drafted, produced = call.drafted[row], count[row]
+                accepted = self._count(request, before, drafted, produced, len(update[1]))
+                counts.append((request, drafted, accepted))
                 updates.append(update)
         if self.policy is not None:
-            self.policy.commit(call, counts, report)
+            self.policy.record(counts)
         return updates
 
     def commit_rounds(
@@ -138,7 +136,7 @@ class Commits:
             if takes_all and not request.is_finished:
                 self._kept(request)
         if self.policy is not None:
-            self.policy.commit(call, counts, None)
+            self.policy.record(counts)
 
     def _takes_all(self, request: Request, tokens: list[list[int]], counts: list[int]) -> bool:
         """Whether a request keeps the tokens of all rounds of a call and goes on, so that they need no check one by one.

@@ -37,7 +37,6 @@ from peagle_jax.engine.round_times import RoundTimes
 from peagle_jax.engine.rules import banned_ids, check_request_of_model
 from peagle_jax.engine.scheduler import Scheduler
 from peagle_jax.engine.sizes import check_sizes
-from peagle_jax.engine.survival import SurvivalPolicy
 from peagle_jax.models import Decoder
 from peagle_jax.ngram import NgramDrafter
 from peagle_jax.parallel import replicas
@@ -137,8 +136,7 @@ class Engine:
         """Chooses K with `config.adaptive`; None: K is fixed."""
         if self.config.adaptive != "off":
             self._timer = RoundTimer(self.programs, times)
-            policy = SurvivalPolicy if self.config.has_survival else LoadPolicy
-            self.policy = policy(self.config.num_draft, self._timer.times)
+            self.policy = LoadPolicy(self.config.num_draft, self._timer.times)
         rules = dict(eos_ids=eos_ids, windows=windows, policy=self.policy)
         self.scheduler = Scheduler(self.config, **rules)
         self._state = self.programs.init_state(target.config, head_config)
@@ -249,8 +247,6 @@ class Engine:
         self.scheduler.rounds = self.programs.rounds
         self.scheduler.repeated = self.programs.greedy
         self.scheduler.prefills = self.programs.prefills
-        if self.policy is not None:
-            self.policy.ragged = self.programs.ragged
 
     def time_idle_round(self) -> bool:
         """Runs a compiled round over idle slots if its time is not known yet, for `config.adaptive`.

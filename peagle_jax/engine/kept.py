@@ -4,17 +4,14 @@ from dataclasses import replace
 
 from peagle_jax import step
 from peagle_jax.adjust import Controls
-from peagle_jax.config import EngineConfig
 from peagle_jax.engine.device_calls import GreedyRound, Key
-from peagle_jax.engine.round_shapes import counts_survival
 from peagle_jax.plan import RequestParams, greedy_only
-from peagle_jax.survival import Survival
 
 Kept = tuple[RequestParams, Controls | None]
 """Parts of the state that a round reads only: the parameters, and controls without counts."""
 
 
-def split(state: step.State, key: Key, config: EngineConfig) -> tuple[step.State, Kept]:
+def split(state: step.State, key: Key) -> tuple[step.State, Kept]:
     """The parts of the state that a round writes, and those that it only reads and does not return.
 
     Each array that a program returns costs the host a microsecond.
@@ -23,8 +20,7 @@ def split(state: step.State, key: Key, config: EngineConfig) -> tuple[step.State
         kept = greedy_only(state.params), None
     else:
         kept = state.params, state.controls._replace(counts=None)
-    written = without(state, kept)
-    return (written if counts_survival(config, key) else replace(written, survival=None)), kept
+    return without(state, kept), kept
 
 
 def without(state: step.State, kept: Kept) -> step.State:
@@ -33,17 +29,12 @@ def without(state: step.State, kept: Kept) -> step.State:
     return replace(state, params=None, controls=controls)
 
 
-def join(written: step.State, kept: Kept, survival: Survival | None = None) -> step.State:
-    """The state from its parts.
-
-    Args:
-      survival: the counts of the state before the round, for a round that does not count survival.
-    """
+def join(written: step.State, kept: Kept) -> step.State:
+    """The state from its parts."""
     params, controls = kept
     if written.controls is not None:
         controls = controls._replace(counts=written.controls.counts)
-    survival = survival if written.survival is None else written.survival
-    return replace(written, params=params, controls=controls, survival=survival)
+    return replace(written, params=params, controls=controls)
 
 
 def _counts_only(controls: Controls) -> Controls:

@@ -40,9 +40,7 @@ def move(weights: list[jax.Array], round_of: Callable, shape: RoundShape, others
       round_of: the jitted round, a function of the weights and the others; it consumes operands 1 and 4.
       others: shapes of its other operands.
     """
-    function = partial(
-        round_of.__wrapped__, num_draft=shape.num_draft, num_rows=shape.num_rows, repeat=1
-    )
+    function = partial(round_of.__wrapped__, num_draft=shape.num_draft, repeat=1)
     bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights]
     program = lower_free(function, bare, *others, donate=(1, 4)).compile()
     for i, wanted in enumerate(program.input_formats[0][0]):

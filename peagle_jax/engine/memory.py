@@ -230,7 +230,7 @@ def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
 def _call_bytes(target: TargetConfig, config: EngineConfig) -> int:
     """Lower bound on the temporaries of one call: the larger of a round's float32 logits and one
     layer's prefill activations."""
-    rows = max(shape.size + shape.num_verified for shape in round_shapes(config))
+    rows = max(shape.size * (shape.num_draft + 1) for shape in round_shapes(config))
     rows = max(rows, BLOCK if config.prompt_logprobs else 0)
     logits = 4 * rows * vocabulary_rows(target.vocab_size, config.tensor_parallel)
     if config.verify_method == "block":

@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.calls import RoundShape
 from peagle_jax.engine.prefill_shapes import PrefillShape
-from peagle_jax.plan import SURVIVAL_BINS, SurvivalReport
 from peagle_jax.prompt_scores import PromptScores
 from peagle_jax.step import StepOutput
 
@@ -31,10 +30,6 @@ def round_output(config: EngineConfig, shape: RoundShape, *, is_greedy: bool) ->
     """Output of a round, or of all rounds of a call for greedy requests, then with a leading axis."""
     sizes = (shape.size, shape.num_draft + 1, config.num_made(shape.num_draft))
     output = _output(*sizes, config.max_logprobs)
-    if config.ragged_rows(shape.size) and not is_greedy:
-        bins = (shape.num_draft, SURVIVAL_BINS)
-        report = SurvivalReport(_ints(shape.size), _floats(), _ints(*bins), _floats(*bins))
-        output = replace(output, report=report)
     if not is_greedy:
         return output
     output = replace(output, logprobs=None, top_ids=None, top_logprobs=None)

@@ -51,7 +51,7 @@ def _committed(
     results = (tokens, count, output.drafts, logprobs)
     if isinstance(call, PrefillCall):
         return scheduler.commit_prefill(call, *results)
-    return scheduler.commit_decode(call, *results, output.report)
+    return scheduler.commit_decode(call, *results)
 
 
 class Listener:

@@ -60,7 +60,6 @@ from peagle_jax.engine.transfer import Resident, Result, pack, pack_on_device, u
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.plan import ControlsPlan, DecodePlan, PrefillPlan, mask_words
 from peagle_jax.quantized_activations import with_activations
-from peagle_jax.ragged import ragged_step
 from peagle_jax.rounds import speculative_rounds
 
 AT_ONCE = max(4, min(8, (os.cpu_count() or 1) // 2))
@@ -120,18 +119,14 @@ class Programs:
             state, output = step.prefill(*args, scores=scores, **static)
             return state, pack_on_device(output)
 
-        shape = ("num_draft", "num_rows", "repeat")
+        shape = ("num_draft", "repeat")
 
         @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames=shape)
         @devices.program
-        def speculative_step(
-            weights, written, plan, mask, previous, kept, *, num_draft, num_rows, repeat
-        ):
+        def speculative_step(weights, written, plan, mask, previous, kept, *, num_draft, repeat):
             own, state = partial(models, weights, config.num_made(num_draft)), join(written, kept)
             if repeat > 1:
                 state, output = speculative_rounds(own, state, plan, repeat=repeat, **static)
-            elif num_rows:
-                state, output = ragged_step(*own(), state, plan, mask, num_rows=num_rows, **static)
             else:
                 rest = dict(static, num_verified=num_draft if config.ngram else None)
                 state, output = step.speculative_step(*own(), state, plan, mask, **rest)
@@ -250,9 +245,9 @@ class Programs:
         if isinstance(call.key, str):
             state, resident.bits = program(self._weights, state, *given)
         else:
-            written, kept = split(state, call.key, self._config)
+            written, kept = split(state, call.key)
             written, resident.bits = program(self._weights, written, *given, kept)
-            state = join(written, (state.params, state.controls), state.survival)
+            state = join(written, (state.params, state.controls))
         return state, Result(resident.bits, resident.layout)
 
     def _prepare(self, key: Key, state: step.State) -> None:
@@ -292,10 +287,10 @@ class Programs:
         else:
             shape = key.shape if is_greedy else key
             rows, T, repeat = shape.size, shape.num_draft + 1, config.repeat if is_greedy else 1
-            sizes = dict(num_draft=shape.num_draft, num_rows=shape.num_rows, repeat=repeat)
+            sizes = dict(num_draft=shape.num_draft, repeat=repeat)
             lower = partial(self._round.lower, **sizes)
             output = round_output(config, shape, is_greedy=is_greedy)
-            parts = split(state, key, config)
+            parts = split(state, key)
         mask_shape = (rows, T, mask_words(state.controls.counts.shape[1]))
         if is_greedy:
             mask_shape = None
@@ -407,17 +402,9 @@ class Programs:
 
     @property
     def rounds(self) -> dict[int, tuple[int, ...]]:
-        """Values of K whose rounds are compiled, by batch bucket; both ascending. None is ragged."""
-        whole = (shape for shape in self.compiled if not shape.num_rows)
-        by_size = itertools.groupby(whole, key=lambda shape: shape.size)
+        """Values of K whose rounds are compiled, by batch bucket; both ascending."""
+        by_size = itertools.groupby(self.compiled, key=lambda shape: shape.size)
         return {size: tuple(shape.num_draft for shape in shapes) for size, shapes in by_size}
-
-    @property
-    def ragged(self) -> dict[int, tuple[int, ...]]:
-        """Values of R whose rounds are compiled, by batch bucket; both ascending."""
-        ragged = (shape for shape in self.compiled if shape.num_rows)
-        by_size = itertools.groupby(ragged, key=lambda shape: shape.size)
-        return {size: tuple(shape.num_rows for shape in shapes) for size, shapes in by_size}
 
     def time_idle(self, state: step.State, shape: RoundShape) -> tuple[step.State, float]:
         """Runs a compiled round over the dummy slot; `state` is consumed. Waits for the device before and after.

@@ -7,7 +7,6 @@ from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.adaptive import candidates
 from peagle_jax.engine.calls import RoundShape
-from peagle_jax.engine.device_calls import Key
 
 
 def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
@@ -18,11 +17,7 @@ def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
     if config.adaptive != "off":
         drafts = partial(candidates, config.num_draft, platform=dispatch.platform())
         for size in sizes:
-            rows = config.ragged_rows(size)
-            # A ragged round of a draft for each request takes the place of K = 1.
-            some = (k for k in drafts(size=size) if not rows or k != 1)
-            shapes += [RoundShape(size, k) for k in some]
-            shapes += [RoundShape(size, config.num_draft, number) for number in rows]
+            shapes += [RoundShape(size, k) for k in drafts(size=size)]
     if config.ngram:
         shapes += [RoundShape(size, config.num_draft) for size in sizes]
     return tuple(dict.fromkeys(shapes))
@@ -75,12 +70,3 @@ def greedy_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
     most = _MOST_GREEDY if config.repeat == 1 else config.max_num_seqs
     sizes = (size for size in config.batch_buckets[::-1] if size <= most)
     return tuple(RoundShape(size, config.num_draft_at(size)) for size in sizes)
-
-
-def counts_survival(config: EngineConfig, key: Key) -> bool:
-    """Whether the round of `key` counts how often drafts of each confidence are accepted.
-
-    Rounds with branches of batch buckets with ragged rounds do. All other programs are those of an engine
-    without ragged rounds.
-    """
-    return isinstance(key, RoundShape) and bool(config.ragged_rows(key.size))

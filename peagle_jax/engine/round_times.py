@@ -12,7 +12,7 @@ import bisect
 import math
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from peagle_jax.engine.calls import RoundShape
@@ -38,8 +38,8 @@ def monotone(seconds: Mapping[RoundShape, float]) -> dict[RoundShape, float]:
 
 
 def _is_less(a: RoundShape, b: RoundShape) -> bool:
-    """Whether a round of `a` computes no more rows than one of `b`, of the drafter and of the target."""
-    return a.size <= b.size and a.num_draft <= b.num_draft and a.num_verified <= b.num_verified
+    """Whether a round of `a` computes no more rows than one of `b`."""
+    return a.size <= b.size and a.num_draft <= b.num_draft
 
 
 @dataclass
@@ -130,19 +130,12 @@ class RoundTimes:
 
         They never fall as K grows.
         """
-        by_shape = self.seconds_of([RoundShape(size, num_draft) for num_draft in drafts])
-        return {shape.num_draft: seconds for shape, seconds in by_shape.items()}
-
-    def seconds_of(self, shapes: Sequence[RoundShape]) -> dict[RoundShape, float]:
-        """Seconds per round by shape, for those of `shapes` that have a time; all are of one batch bucket.
-
-        They never fall as a round computes more rows.
-        """
-        factor, run = 1.0, self._present.get(shapes[0].size)
+        factor, run = 1.0, self._present.get(size)
         if run is not None and run.median is not None and (cost := self._cost(run.shape)):
             factor = run.median / cost
-        costs = {shape: self._cost(shape) for shape in shapes}
-        return monotone({shape: factor * cost for shape, cost in costs.items() if cost})
+        costs = {shape: self._cost(shape) for shape in (RoundShape(size, k) for k in drafts)}
+        known = monotone({shape: factor * cost for shape, cost in costs.items() if cost})
+        return {shape.num_draft: seconds for shape, seconds in known.items()}
 
     def _cost(self, shape: RoundShape) -> float | None:
         """Seconds of a round up to a factor that all shapes of its bucket share; None if not known."""

@@ -153,17 +153,16 @@ class Scheduler(Commits):
         """A round for `rows`: the last one again, if it is the same, so that no plan is packed or uploaded."""
         shape, changes = self._shape(rows), self._pages.num_changes
         repeat = self.config.repeat if shape in self.repeated else 1
-        counts = self.policy is not None and self.policy.must_count(shape)
         call, planned = self._last_decode
-        if call is None or planned != (changes, repeat, counts) or not call.is_again(rows, shape):
-            call = DecodeCall.build(rows, shape, self.config, repeat, counts)
-            self._last_decode = call, (changes, repeat, counts)
+        if call is None or planned != (changes, repeat) or not call.is_again(rows, shape):
+            call = DecodeCall.build(rows, shape, self.config, repeat)
+            self._last_decode = call, (changes, repeat)
         return call
 
     def _shape(self, rows: Sequence[Request]) -> RoundShape:
         size, drafts = next(item for item in self.rounds.items() if item[0] >= len(rows))
         if self.policy is not None:
-            return self.policy.shape(size, rows, drafts)
+            return RoundShape(size, self.policy.choose(size, rows, drafts))
         # With n-grams there are two K; the larger one follows where a text repeated itself.
         repeats = any(len(row.drafts) > drafts[0] or row.holds_k for row in rows)
         return RoundShape(size, drafts[-1] if repeats else drafts[0])

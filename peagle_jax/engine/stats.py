@@ -18,19 +18,6 @@ class DeviceMemory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SurvivalCounts:
-    """Expected and actual acceptance in ragged rounds."""
-
-    rounds: int = 0
-    verified: int = 0
-    """Drafts that these rounds verified."""
-    accepted: int = 0
-    """Drafts of these that passed, also behind the end of a text."""
-    expected: float = 0.0
-    """Sum of the survival of the verified drafts: `accepted`, if survival is right."""
-
-
-@dataclass(frozen=True)
 class NgramCounts:
     """Rounds that verified n-gram drafts (`EngineConfig.ngram`)."""
 

@@ -108,16 +108,14 @@ class Program(_message.Message):
     def __init__(self, name: _Optional[str] = ..., round: _Optional[_Union[Round, _Mapping]] = ...) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("size", "num_draft", "num_rows", "is_greedy")
+    __slots__ = ("size", "num_draft", "is_greedy")
     SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_FIELD_NUMBER: _ClassVar[int]
-    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     IS_GREEDY_FIELD_NUMBER: _ClassVar[int]
     size: int
     num_draft: int
-    num_rows: int
     is_greedy: bool
-    def __init__(self, size: _Optional[int] = ..., num_draft: _Optional[int] = ..., num_rows: _Optional[int] = ..., is_greedy: _Optional[bool] = ...) -> None: ...
+    def __init__(self, size: _Optional[int] = ..., num_draft: _Optional[int] = ..., is_greedy: _Optional[bool] = ...) -> None: ...
 
 class Run(_message.Message):
     __slots__ = ("program", "plan", "mask")

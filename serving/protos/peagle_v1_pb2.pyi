@@ -374,7 +374,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "preemptions", "uptime_seconds", "acceptance", "batch_sizes_pending", "num_speculative_tokens_per_batch_size", "num_speculative_tokens_changes", "predicted_tokens_per_second", "prefix_tokens_queried", "prefix_tokens_found", "kv_pages_idle", "survival")
+    __slots__ = ("state", "num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "preemptions", "uptime_seconds", "acceptance", "batch_sizes_pending", "num_speculative_tokens_per_batch_size", "num_speculative_tokens_changes", "predicted_tokens_per_second", "prefix_tokens_queried", "prefix_tokens_found", "kv_pages_idle")
     class NumSpeculativeTokensPerBatchSizeEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -397,7 +397,6 @@ class GetStatsResponse(_message.Message):
     PREFIX_TOKENS_QUERIED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FOUND_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_IDLE_FIELD_NUMBER: _ClassVar[int]
-    SURVIVAL_FIELD_NUMBER: _ClassVar[int]
     state: str
     num_running: int
     num_waiting: int
@@ -413,26 +412,4 @@ class GetStatsResponse(_message.Message):
     prefix_tokens_queried: int
     prefix_tokens_found: int
     kv_pages_idle: int
-    survival: Survival
-    def __init__(self, state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., batch_sizes_pending: _Optional[int] = ..., num_speculative_tokens_per_batch_size: _Optional[_Mapping[int, int]] = ..., num_speculative_tokens_changes: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_found: _Optional[int] = ..., kv_pages_idle: _Optional[int] = ..., survival: _Optional[_Union[Survival, _Mapping]] = ...) -> None: ...
-
-class Survival(_message.Message):
-    __slots__ = ("rounds", "verified", "accepted", "expected", "verified_per_batch_size")
-    class VerifiedPerBatchSizeEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: int
-        value: int
-        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
-    ROUNDS_FIELD_NUMBER: _ClassVar[int]
-    VERIFIED_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    EXPECTED_FIELD_NUMBER: _ClassVar[int]
-    VERIFIED_PER_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
-    rounds: int
-    verified: int
-    accepted: int
-    expected: float
-    verified_per_batch_size: _containers.ScalarMap[int, int]
-    def __init__(self, rounds: _Optional[int] = ..., verified: _Optional[int] = ..., accepted: _Optional[int] = ..., expected: _Optional[float] = ..., verified_per_batch_size: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    def __init__(self, state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., batch_sizes_pending: _Optional[int] = ..., num_speculative_tokens_per_batch_size: _Optional[_Mapping[int, int]] = ..., num_speculative_tokens_changes: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_found: _Optional[int] = ..., kv_pages_idle: _Optional[int] = ...) -> None: ...

@@ -59,7 +59,7 @@ def _key(program: pb.Program) -> Key:
     if program.WhichOneof("kind") == "name":
         return program.name
     one = program.round
-    shape = RoundShape(one.size, one.num_draft, one.num_rows)
+    shape = RoundShape(one.size, one.num_draft)
     return GreedyRound(shape) if one.is_greedy else shape
 
 

@@ -130,9 +130,6 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             num_speculative_tokens_per_batch_size=load.num_draft,
             num_speculative_tokens_changes=load.num_draft_changes,
             predicted_tokens_per_second=load.predicted_rate,
-            survival=pb.Survival(
-                **dataclasses.asdict(load.survival), verified_per_batch_size=load.num_verified
-            ),
         )
 
     async def _ask(self, request: pb.GenerateRequest, context, method: str) -> Ask:

@@ -142,12 +142,6 @@ def test_a_choice_by_load_is_a_variant_of_its_own(capsys):
         Variant("none", 0),
         *(Variant("peagle", k, adaptive) for k in (3, 7) for adaptive in ("off", "load")),
     ]
-    assert of(method=("peagle",), rows=(1, 4)) == [
-        Variant("peagle", 3), Variant("peagle", 3, rows=1),
-        Variant("peagle", 7), Variant("peagle", 7, rows=1), Variant("peagle", 7, rows=4),
-    ]  # fmt: skip
-    with pytest.raises(ConfigError, match="--rows needs a method"):
-        variants(Options(preset="tiny", method=("none",), rows=(2,)))
     with pytest.raises(ConfigError, match="--adaptive needs a method"):
         variants(Options(preset="tiny", method=("none",), adaptive=("load",)))
     argv = ["decode-step", "--preset", "gpt-oss-20b", "--synthetic-acceptance-length", "2"]
@@ -225,31 +219,18 @@ def test_rounds_of_other_work_are_rows_of_a_kind_of_their_own(
     assert row["timed_rounds"] > 0
 
 
-@pytest.mark.exhaustive
-def test_ragged_rounds_are_timed_beside_dense_ones(tiny_presets, tmp_path, capsys):
-    out = tmp_path / "rows.jsonl"
-    argv = ["--preset", "tiny", *TINY, "--out", str(out), "--no-cache", "--sha", "abc", "-K", "3"]
-    argv += ["--method", "peagle", "--rows", "1", "--concurrency", "3", "--max-tokens", "40"]
-    argv += ["--synthetic-acceptance-length", "2.5", "--prefill-rows", "1"]
-    assert main(["decode-step", *argv]) == 0
-    dense, ragged = [json.loads(line) for line in out.read_text().splitlines()]
-    assert (dense["kind"], ragged["kind"]) == ("ragged-step", "ragged-step")
-    assert (dense["rows_per_request"], ragged["rows_per_request"]) == (0, 1)
-    assert 2.5 < ragged["verified_per_round"] <= 3
-    assert 1.5 < ragged["acceptance_length"] < dense["acceptance_length"]
-    assert "3, 1 verified" in capsys.readouterr().out
-
-
 def test_an_engine_compiles_only_the_batch_sizes_of_its_cells():
     sizes = dict(num_draft=3, max_num_seqs=32, page_size=64, prefill_rows=8)
     config = CellsConfig(concurrencies=(32, 8), **sizes)
     assert config.batch_buckets == replace(config, num_pages=700).batch_buckets == (8, 32)
     given = dict(preset="tiny", prefill_rows=8, concurrency=(1, 8, 32, 128))
-    assert _groups(Options(**given), Variant("peagle", 7)) == [(1,), (8, 32, 128)]
-    survival = Variant("peagle", 7, "survival")
-    assert _groups(Options(**given), survival) == [(1,), (8, 32, 128)]
-    both = Options(**given, method=("peagle",), k=(7,), adaptive=("load", "survival"))
-    assert _groups(both, survival) == [(32, 128)]  # smaller batches have no ragged rounds
+    assert _groups(Options(**given)) == [(1,), (8, 32, 128)]
+
+
+def test_a_flag_that_is_removed_is_refused_with_the_reason(capsys):
+    with pytest.raises(SystemExit):
+        main(["decode-step", "--rows", "1,2", "3"])
+    assert "--rows is removed: ragged rounds did not beat" in capsys.readouterr().err
 
 
 def test_variants_are_measured_in_the_order_in_which_they_are_written():
@@ -340,7 +321,10 @@ def test_a_start_that_fails_is_one_line(tiny_presets, tmp_path, monkeypatch, cap
         (["--preset", "gpt-5"], "known are"),
         (["--preset", "qwen3-0.6b", "--variants", "peagle"], "METHOD:K"),
         (["--preset", "qwen3-0.6b", "--variants", "none:3"], "METHOD:K"),
-        (["--preset", "qwen3-0.6b", "--variants", "peagle:3:fast"], "METHOD:K:ADAPTIVE"),
+        (
+            ["--preset", "qwen3-0.6b", "--variants", "peagle:3:fast"],
+            "peagle:3:fast: 'fast' must be off or load",
+        ),
         (["--preset", "qwen3-0.6b", "--variants", "peagle:99"], "above 32"),
         (["--preset", "qwen3-0.6b", "--jobs", "2"], "--no-cache excludes"),
         (["--preset", "qwen3-0.6b", "--layers", "99"], "has 28"),

@@ -1,4 +1,4 @@
-"""The figure of K by load and by survival: which lines it has, and which targets count as missed."""
+"""The figure of K by load: which lines it has, and which targets count as missed."""
 
 import pytest
 
@@ -24,12 +24,11 @@ FIXED = [
 
 
 def test_every_method_and_choice_is_a_line():
-    rows = [*FIXED, step("peagle", 7, 1990.0, "load"), step("peagle", 7, 2100.0, "survival")]
+    rows = [*FIXED, step("peagle", 7, 1990.0, "load")]
     text = table(rows)
     assert "| P-EAGLE K=3 | 2,000 (8.00 ms) |" in text
     assert "| P-EAGLE K by load | 1,990 (8.00 ms, K=5) |" in text
-    assert "| P-EAGLE K by survival | 2,100 (8.00 ms) |" in text
-    assert "| 32 | P-EAGLE K=3, 2,000 | 99.5 % | 199.0 % | 105.0 % |  |" in text
+    assert "| 32 | P-EAGLE K=3, 2,000 | 99.5 % | 199.0 % |  |" in text
     assert {line["method"] for line in plots.shown(report.newest(rows))["load"]} == {
         "none",
         "eagle3",
@@ -42,8 +41,6 @@ def test_every_method_and_choice_is_a_line():
     [
         (step("peagle", 7, 1961.0, "load"), ""),
         (step("peagle", 7, 1959.0, "load"), "load: 98% of the best K"),
-        (step("peagle", 7, 2081.0, "survival"), ""),
-        (step("peagle", 7, 2079.0, "survival"), "survival: 104% of the best K"),
     ],
 )
 def test_a_target_that_is_missed_is_named(chosen, missed):
@@ -51,17 +48,9 @@ def test_a_target_that_is_missed_is_named(chosen, missed):
     assert line.split("|")[-2].strip() == missed
 
 
-def test_survival_is_compared_by_counted_tokens_of_the_same_texts():
-    """The mean of all texts would add the luck of a few of them to one side only."""
-    drawn = dict(synthetic_acceptance_rows="headroom.jsonl", synthetic_acceptance_set="own")
-    rows = [FIXED[0], step("peagle", 7, 2000.0) | drawn, step("peagle", 7, 2100.0, "survival")]
-    (line,) = [line for line in table(rows).splitlines() if line.startswith("| 32 |")]
-    assert line.split("|")[-3].strip() == "105.0 %"
-
-
 def test_plain_decoding_may_be_the_best():
     text = table([step("none", 0, 3000.0), *FIXED[2:], step("peagle", 7, 2960.0, "load")])
-    assert "| 32 | plain, 3,000 | 98.7 % | 98.7 % |  | load: 99% of plain |" in text
+    assert "| 32 | plain, 3,000 | 98.7 % | 98.7 % | load: 99% of plain |" in text
 
 
 def test_concurrencies_without_a_fixed_k_are_left_out():
@@ -86,4 +75,3 @@ def test_a_fixed_k_has_the_mean_acceptance_of_all_texts():
     assert load_page.speed(lucky) == pytest.approx(32 * tokens / 8e-3)
     smaller = step("peagle", 7, 1.0, "load") | drawn | {"chosen_num_draft": 3}
     assert load_page.speed(smaller) < load_page.speed(lucky)
-    assert load_page.speed(step("peagle", 7, 9.0, "survival") | drawn) == 9.0

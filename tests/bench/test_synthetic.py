@@ -1,8 +1,5 @@
 """Synthetic acceptance: as many drafts are accepted as asked for, or as in rounds of real texts."""
 
-from dataclasses import dataclass
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,12 +12,11 @@ from bench.synthetic import (
     Scattered,
     accepted_by_text,
     drawn_acceptance,
-    drawn_confidence,
     synthetic_acceptance,
 )
 from peagle_jax import Engine, SamplingParams
 from peagle_jax.config import ConfigError
-from peagle_jax.drafter import Proposal, make_drafter
+from peagle_jax.drafter import make_drafter
 from peagle_jax.engine.compilation import pickled, unpickle
 from peagle_jax.engine.descriptions import describe, describe_tree
 from peagle_jax.plan import RequestParams
@@ -87,18 +83,6 @@ def test_drawn_acceptance_repeats_the_histogram_of_a_text():
         drawn_acceptance([[]], 3)
 
 
-def test_confidence_is_how_often_the_drafts_of_a_text_were_accepted():
-    texts = [[0, 0, 0, 3], [], [2, 7]]
-    assert drawn_confidence(texts, 3).tolist() == [[0.25, 1, 1], [1, 1, 0.5]]
-    drafter = Scattered(UnsureDrafter(2), 128, 2, drawn_confidence(texts, 3))
-    inputs = SimpleNamespace(
-        start=jnp.zeros(3, jnp.int32), num_real=jnp.ones(3, jnp.int32), slots=jnp.arange(3),
-        keys=jax.random.wrap_key_data(jnp.array([[0, 4], [0, 5], [0, 6]], jnp.uint32)),
-    )  # fmt: skip
-    proposal, _ = drafter.propose(None, inputs, [])
-    assert proposal.confidence.tolist() == [[0.25, 1], [1, 1], [0.25, 1]]
-
-
 @pytest.mark.parametrize("kind", [Scattered, Oracle])
 def test_programs_with_a_drafter_of_the_benches_are_kept_on_disk(kind):
     own = 128 if kind is Scattered else jnp.zeros((2, 8), jnp.int32)
@@ -124,15 +108,6 @@ def test_processes_that_compile_get_drafter_and_rule_by_pickle(kind):
         assert describe(sent) == describe(made)
         for text in range(2):
             assert accepted_of(sent, text, 3, 50) == accepted_of(made, text, 3, 50)
-
-
-@dataclass(frozen=True)
-class UnsureDrafter:
-    num_draft: int
-
-    def propose(self, target, inputs, cache):
-        shape = (len(inputs.slots), self.num_draft)
-        return Proposal(jnp.zeros(shape, jnp.int32), None, jnp.full(shape, 0.1)), cache
 
 
 def test_acceptance_is_drawn_from_rows_with_enough_drafts():

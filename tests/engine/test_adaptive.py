@@ -365,6 +365,8 @@ def test_a_choice_and_a_schedule_exclude_each_other():
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="adaptive: 'fast' must be off or load"):
         EngineConfig(adaptive="fast")
+    with pytest.raises(ConfigError, match=r"adaptive: 'survival' is removed: .*; use load"):
+        EngineConfig(adaptive="survival")
     assert EngineConfig(adaptive="off", draft_schedule=schedule).num_draft_at(4) == 3
     assert adaptive_or_default(None, ()) == "load"
     assert adaptive_or_default(None, tuple(schedule)) == "off"

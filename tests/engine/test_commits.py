@@ -19,14 +19,14 @@ CONFIG = EngineConfig(rounds_per_call=N, num_pages=60, **SIZES)
 
 
 def one_by_one(scheduler: Scheduler, call: DecodeCall, tokens, count, drafts) -> list:
-    updates, rows, commit = [], [], scheduler.policy.commit
+    updates, rows, record = [], [], scheduler.policy.record
     # The rounds of a call are one measurement of acceptance.
-    scheduler.policy.commit = lambda call, some, report: rows.extend(some)
+    scheduler.policy.record = rows.extend
     for index in range(N):
         one = replace(call, drafted=call.drafted_again) if index else call
         updates += scheduler.commit_decode(one, tokens[index], count[index], drafts[index])
-    scheduler.policy.commit = commit
-    commit(call, rows, None)
+    scheduler.policy.record = record
+    record(rows)
     return updates
 
 

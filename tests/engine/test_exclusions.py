@@ -1,15 +1,10 @@
 """Options that exclude each other are refused by name, before anything is loaded."""
 
-from dataclasses import replace
-
 import pytest
 
 from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.engine.calls import RoundShape
-from peagle_jax.engine.device_calls import GreedyRound
-from peagle_jax.engine.output_shapes import round_output
-from peagle_jax.engine.round_shapes import counts_survival, greedy_shapes, rounds_per_call
+from peagle_jax.engine.round_shapes import greedy_shapes, rounds_per_call
 
 
 @pytest.mark.parametrize(
@@ -24,7 +19,7 @@ from peagle_jax.engine.round_shapes import counts_survival, greedy_shapes, round
         (dict(gather="peers"), "set tensor_parallel above 1"),
         (dict(activations="mxfp8", tensor_parallel=2), "activations=mxfp8 is for one device"),
         (dict(ngram=6, adaptive="load"), "set adaptive to off"),
-        (dict(draft_schedule=[[1, 8, 3]], adaptive="survival"), "leave one of the two out"),
+        (dict(draft_schedule=[[1, 8, 3]], adaptive="load"), "leave one of the two out"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused_by_name(options, message):
@@ -50,24 +45,11 @@ def test_light_models_run_several_rounds_in_a_call_at_every_batch_size():
     assert max(sizes(rounds_per_call=4)) == max(sizes(rounds_per_call=4, num_draft=0)) == 256
 
 
-def test_survival_is_counted_where_ragged_rounds_may_pay():
-    config = EngineConfig(max_num_seqs=32, adaptive="survival", rounds_per_call=4)
-    counts = lambda key: counts_survival(config, key)
-    assert [counts(RoundShape(size, 7)) for size in (1, 8, 16, 32)] == [False, False, True, True]
-    assert counts(RoundShape(16, 7, 32))
-    assert not counts(GreedyRound(RoundShape(16, 7)))
-    for key in (GreedyRound(RoundShape(16, 7)), RoundShape(8, 7)):
-        assert (
-            round_output(config, getattr(key, "shape", key), is_greedy=key.size > 8).report is None
-        )
-    assert not counts_survival(replace(config, adaptive="load"), RoundShape(16, 7))
-
-
 @pytest.mark.parametrize(
     ("platform", "weights_bytes", "options", "rounds"),
     [
         ("cuda", 2**20, dict(), 4),
-        ("cuda", 2**20, dict(adaptive="survival"), 4),
+        ("cuda", 2**20, dict(adaptive="load"), 4),
         ("cuda", 2**20, dict(num_draft=0), 4),
         ("cuda", 2**31, dict(), 1),
         ("cpu", 2**20, dict(), 1),

@@ -19,8 +19,8 @@ def by_columns(x: jax.Array) -> jax.Array:
     return jax.device_put(x, Format(Layout((1, 0)), x.sharding)) if x.ndim == 2 else x
 
 
-@partial(jax.jit, static_argnames=("num_draft", "num_rows"))
-def round_of(weights, state, plan, mask, bits, *, num_draft, num_rows, repeat):
+@partial(jax.jit, static_argnames="num_draft")
+def round_of(weights, state, plan, mask, bits, *, num_draft, repeat):
     return state + sum(w.sum() for w in weights) * num_draft, bits
 
 

@@ -1,4 +1,4 @@
-"""Controls, grammars, log-probabilities, cached prefixes and ragged rounds in one batch keep every text."""
+"""Controls, grammars, log-probabilities, cached prefixes and changing numbers of drafts in one batch keep every text."""
 
 import random
 from collections import Counter
@@ -13,8 +13,8 @@ from peagle_jax.engine import adaptive
 from peagle_jax.structured import Structured
 from tests import tiny
 from tests.json_vocabulary import END, json_tokenizer
+from tests.programs import OneBucketConfig
 from tests.test_losslessness import OracleDrafter
-from tests.test_ragged_rounds import OneSize
 
 J, MAX_TOKENS = 4, 24
 SIZES = dict(
@@ -61,7 +61,9 @@ def test_requests_with_any_features_keep_the_text_of_plain_decoding(
     for row, done in zip(table, wanted, strict=True):
         row[: len(done.prompt + done.tokens)] = done.prompt + done.tokens
     drafter = OracleDrafter(jnp.asarray(table), jnp.asarray(0), J)
-    config = OneSize(num_draft=J, num_pages=34, greedy_rounds=True, **SIZES)
+    config = OneBucketConfig(
+        num_draft=J, num_pages=34, adaptive="load", greedy_rounds=True, **SIZES
+    )
     engine = Engine(target, None, config, tokenizer=tokenizer, drafter=drafter, times=RandomTimes())
     engine.warm_up()
     seen: Counter = Counter()

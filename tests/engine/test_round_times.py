@@ -15,9 +15,7 @@ from peagle_jax.engine.calls import RoundShape
 from peagle_jax.engine.round_times import IDLE_RUNS, RoundTimes, monotone
 from peagle_jax.engine.stored_times import FOLDER, StoredTimes, read_times
 
-SHAPES = st.builds(
-    RoundShape, st.integers(1, 64), st.integers(0, 8), st.sampled_from([0, 0, 5, 20])
-)
+SHAPES = st.builds(RoundShape, st.integers(1, 64), st.integers(0, 8))
 SECONDS = st.floats(1e-6, 10)
 IDLE = {
     RoundShape(*shape): seconds
@@ -40,20 +38,10 @@ def test_times_are_monotone_and_none_falls(num_cases):
         for shape, value in table.items():
             assert value >= seconds[shape]
             assert value in seconds.values()
-            work = lambda s: (s.size, s.num_draft, s.num_verified)
-            lighter = [s for s in table if all(map(operator.le, work(s), work(shape)))]
+            lighter = [s for s in table if all(map(operator.le, s, shape))]
             assert all(value >= table[s] for s in lighter)
 
     check()
-
-
-def test_a_ragged_round_takes_no_longer_than_one_of_all_drafts():
-    whole, some, few = RoundShape(8, 7), RoundShape(8, 7, 16), RoundShape(8, 7, 8)
-    times = RoundTimes({whole: 6.0, some: 3.0, few: 4.0, RoundShape(8, 0): 2.0})
-    found = {whole: 6.0, some: 4.0, few: 4.0}  # more rows never take less time
-    assert times.seconds_of([*found]) == found
-    rounds(times, some, 8.0)
-    assert times.seconds_of([*found]) == {whole: 12.0, some: 8.0, few: 8.0}
 
 
 def test_an_idle_time_is_the_median_of_runs_after_the_first():
@@ -216,8 +204,7 @@ def test_a_file_is_found_again_by_another_process(stored):
         ([[1, 0, float("inf")]], "no time of a round"),
         ([[0, 0, 1.0]], "no time of a round"),
         ([[1, -1, 1.0]], "no time of a round"),
-        ([[1, 7, -2, 1.0]], "no time of a round"),
-        ([[1, 7, 0, 0, 1.0]], "no file of round times"),
+        ([[1, 7, 0, 1.0]], "no file of round times"),
         ([[[1], 0, 1.0]], "ignored"),
     ],
 )

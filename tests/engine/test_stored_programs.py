@@ -322,7 +322,7 @@ def test_variables_and_settings_of_the_compiler_count(folder, monkeypatch):
 
 def test_a_rule_without_a_name_is_not_kept(folder, caplog):
     with caplog.at_level(logging.INFO):
-        for rule in (lambda *args: verify(*args), partial(verify, rows=lambda: None)):
+        for rule in (lambda *args: verify(*args), partial(verify, in_blocks=lambda: None)):
             assert path_of(stored(statics={"accept": rule})) is None
             assert "not kept on disk" in caplog.text
             caplog.clear()

@@ -80,14 +80,6 @@ def test_drafts_that_are_accepted_in_blocks_are_those_of_one_device():
     check_equal(*(completions(n, tiny.head(**HEADS), **rules) for n in (2, 1)))
 
 
-@pytest.mark.slow
-def test_ragged_rounds_on_two_devices_write_the_text_of_one():
-    head = tiny.head(**HEADS)
-    check_equal(
-        completions(2, head, adaptive="survival"), completions(1, head, adaptive="survival")
-    )
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
 @pytest.mark.parametrize("draft_vocab_size", [50, tiny.TARGET.vocab_size])

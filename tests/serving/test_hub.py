@@ -10,7 +10,7 @@ import pytest
 
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.request import Round, TokenLogprob
-from peagle_jax.engine.stats import Acceptance, NgramCounts, SurvivalCounts
+from peagle_jax.engine.stats import Acceptance, NgramCounts
 from serving import hub
 from serving.frames import Channel, Inbox, encode, packed, packed_load, unpacked, unpacked_load
 from serving.hub import Hub
@@ -85,14 +85,12 @@ def test_events_arrive_as_they_were_sent_without_the_number_of_the_process():
 
 
 def test_a_load_arrives_as_it_was_sent():
-    counts = (
-        Acceptance(5, 6, 7, 8, (1, 2), (3, 4)),
-        NgramCounts(1, 2, 3),
-        SurvivalCounts(1, 2, 3, 0.5),
+    counts = dict(
+        acceptance=Acceptance(5, 6, 7, 8, (1, 2), (3, 4)),
+        ngram=NgramCounts(1, 2, 3),
     )
-    names = dict(zip(("acceptance", "ngram", "survival"), counts, strict=True))
     numbers = {one.name: i for i, one in enumerate(fields(Load)) if one.type in (int, float)}
-    load = Load(num_draft={1: 3}, num_verified={8: 20}, **names, **numbers)
+    load = Load(num_draft={1: 3}, **counts, **numbers)
     (message,) = Inbox().feed(encode(("load", packed_load(load))))
     assert unpacked_load(message[1]) == load
 

@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from peagle_jax import EngineConfig, draft_schedule
+from peagle_jax import EngineConfig
 from peagle_jax.engine import adaptive, memory
 from peagle_jax.engine.round_times import RoundTimes
 from serving.messages import Load, Tokens
@@ -45,10 +45,6 @@ COUNTERS = {
     "peagle:ngram_rounds": (),
     "peagle:ngram_drafts": (),
     "peagle:ngram_accepted": (),
-    "peagle:survival_rounds": (),
-    "peagle:survival_verified": (),
-    "peagle:survival_accepted": (),
-    "peagle:survival_expected": (),
     "peagle:prefix_cache_restored_rings": (),
 }
 GAUGES = {
@@ -64,7 +60,6 @@ GAUGES = {
     "peagle:prefix_cache_idle_pages": (),
     "peagle:num_speculative_tokens": ("batch_size",),
     "peagle:predicted_tokens_per_second": (),
-    "peagle:verified_drafts_per_round": ("batch_size",),
 }
 HISTOGRAMS = (
     "vllm:time_to_first_token_seconds",
@@ -169,38 +164,6 @@ def test_metrics_and_stats_say_what_was_chosen_at_run_time(make_engine, monkeypa
     assert found["peagle:num_speculative_tokens{1}"] == 0
     assert found["peagle:num_speculative_tokens_changes_total"] == 1
     assert found["peagle:predicted_tokens_per_second"] == pytest.approx(1000)
-    server.close()
-
-
-class OneRowIsFastest(ZeroIsFastest):
-    """Rounds that verify one draft take no time."""
-
-    def seconds_of(self, shapes):
-        return {shape: 1e-3 if shape.num_rows == 1 else 1.0 for shape in shapes}
-
-
-@pytest.mark.slow
-def test_metrics_and_stats_say_how_many_drafts_are_verified(make_engine, monkeypatch):
-    monkeypatch.setattr(draft_schedule, "LEAST_RAGGED_SIZE", 1)
-    monkeypatch.setattr(adaptive.LoadPolicy, "decide_every", 1)
-    engine = make_engine(adaptive="survival", num_draft=2, max_num_seqs=1, times=OneRowIsFastest())
-    server = LiveServer(engine, http=True)
-    with grpc.insecure_channel(server.address) as channel:
-        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
-        stats = lambda: stub.GetStats(pb.GetStatsRequest(), timeout=LIMIT)
-        eventually(lambda: not stats().batch_sizes_pending, "all programs are compiled")
-        for _ in range(2):
-            post(server, max_tokens=60, ignore_eos=True)
-        eventually(lambda: stats().survival.rounds > 60)
-        counts = ("rounds", "verified", "accepted", "expected")
-        of_stats = lambda: [getattr(stats().survival, name) for name in counts]
-        of_metrics = lambda: [scrape(server)[f"peagle:survival_{name}_total"] for name in counts]
-        eventually(lambda: of_metrics() == pytest.approx(of_stats()), "the last round is counted")
-        survival = stats().survival
-        assert dict(survival.verified_per_batch_size) == {1: 1}
-        assert survival.accepted <= survival.verified < 2 * survival.rounds
-        assert 0 < survival.expected < survival.verified
-    assert scrape(server)["peagle:verified_drafts_per_round{1}"] == 1
     server.close()
 
 

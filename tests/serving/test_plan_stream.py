@@ -32,7 +32,7 @@ from serving.tls import Certificates, Pems, client_pems
 from tests.serving.certificates import authority, signed
 from tests.waiting import LIMIT
 
-SHAPE = RoundShape(4, 3, 8)
+SHAPE = RoundShape(4, 3)
 ARRAY = np.array([0, -1, 2**31 - 1], np.int32)
 CALLS = [
     Compile((PREFILL, SHAPE, GreedyRound(SHAPE))),
