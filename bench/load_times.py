@@ -37,10 +37,6 @@ def load_times(options: Options) -> list[dict]:
         work.mkdir(parents=True)
         folder = work / "source"
         write_synthetic(folder, chosen.target, quantization=form)
-        if options.converted:
-            folder = work / "converted"
-            _child("-m", "convert", "convert", str(work / "source"), str(folder))
-            shutil.rmtree(work / "source")
         measured = [_measured(folder, options, is_cold=cold) for cold in (True, False)]
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -50,7 +46,6 @@ def load_times(options: Options) -> list[dict]:
         "weights": chosen.weights,
         "layers": chosen.target.num_layers,
         "tensor_parallel": options.tensor_parallel,
-        "converted": options.converted,
     }
     environment = rows.environment(options.commit)
     done = [rows.rounded(common | one | environment) for one in measured]

@@ -48,9 +48,9 @@ def check(options: Options) -> None:
                 raise ConfigError(f"--{name.replace('_', '-')} needs a --preset")
         return
     preset(options.preset, options.layers)
-    if options.address or options.overhead or options.constrained or options.cancel_share:
+    if options.address or options.constrained or options.cancel_share:
         raise ConfigError(
-            "--preset starts a server of its own for whole free requests: leave out --address, --overhead, "
+            "--preset starts a server of its own for whole free requests: leave out --address, "
             "--constrained and --cancel-share"
         )
 

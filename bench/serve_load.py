@@ -1,8 +1,7 @@
-"""`peagle-bench serve-load`: load test of a running server, and its overhead over the bare engine."""
+"""`peagle-bench serve-load`: load test of a running server."""
 
 import contextlib
 import itertools
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +15,13 @@ from tqdm import tqdm
 
 from bench import preset_load, rows
 from bench.commands.serve_load import Options
-from bench.constraints import Mix, prompt_of
+from bench.constraints import Mix
 from bench.latency import figures, gap_figures
 from bench.load_clients import Call, Clients, Loaded
 from bench.progress import progress_bar
 from bench.served import Served
-from bench.sweep import Prompts, leave_out, prompt_set
-from bench.timing import Measurement, drive
-from peagle_jax import ConfigError, Engine, SamplingParams, runs
-from serving.engines import make_engine
+from bench.sweep import Prompts, prompt_set
+from peagle_jax import ConfigError
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos.peagle_v1_pb2_grpc import GenerationStub
 from serving.sources import resolve
@@ -83,13 +80,6 @@ def _check(options: Options) -> None:
         raise ConfigError(
             "options of peagle-serve go to a server that is started here: drop --address"
         )
-    if options.address and options.overhead:
-        raise ConfigError("--overhead needs the server's model in this process too: drop --address")
-    others = options.rate or options.cancel_share or options.deadline_ms
-    if options.overhead and (others or options.protocols != ("grpc",) or options.duration):
-        raise ConfigError(
-            "--overhead compares whole requests of gRPC at a fixed --concurrency only"
-        )
     if "http" in options.protocols and (
         options.address or options.cancel_share or options.deadline_ms or options.constrained
     ):
@@ -146,13 +136,8 @@ def _about(address: str) -> pb.GetModelInfoResponse:
             ) from error
 
 
-def _prompts(
-    options: Options, about: pb.GetModelInfoResponse, engine: Engine | None
-) -> tuple[Prompts, int]:
-    """Prompts of the load, and the number of those left out because the bare engine cannot run them.
-
-    Without a bare engine none is left out; the server refuses them.
-    """
+def _prompts(options: Options, about: pb.GetModelInfoResponse) -> Prompts:
+    """Prompts of the load; the server refuses those that it cannot run."""
     if options.set == "random":
         rng = np.random.default_rng(options.seed)
         most, count = options.prompt_tokens, options.num_requests or 256
@@ -162,16 +147,11 @@ def _prompts(
             lengths = [most] * count
         else:
             lengths = rng.integers(max(1, most // 2), most + 1, count)
-        return [rng.integers(0, about.vocab_size, length).tolist() for length in lengths], 0
-    tokenizer = None if engine is None else engine.tokenizer
-    name, prompts = prompt_set(
-        options.set, tokenizer, prompt_tokens=options.prompt_tokens, limit=None
-    )
+        return [rng.integers(0, about.vocab_size, length).tolist() for length in lengths]
+    _, prompts = prompt_set(options.set, None, prompt_tokens=options.prompt_tokens, limit=None)
     if not about.has_tokenizer and any(isinstance(prompt, str) for prompt in prompts):
         raise ConfigError(f"{about.name} is served without a tokenizer: use --set random")
-    if engine is None:
-        return prompts, 0
-    return leave_out(name, prompts, lambda prompt: engine.validate(prompt, SamplingParams()))
+    return prompts
 
 
 def serve_load(options: Options, environment: dict) -> list[dict]:
@@ -183,7 +163,6 @@ def serve_load(options: Options, environment: dict) -> list[dict]:
     _check(options)
     if options.preset is not None:
         options = replace(options, set="random", ignore_eos=True)
-    engine = _bare(options) if options.overhead else None
     measured: list[preset_load.Measured] = []
     done: list[dict] = []
 
@@ -192,7 +171,7 @@ def serve_load(options: Options, environment: dict) -> list[dict]:
         rows.append(options.out, done[-1])
 
     try:
-        for one in _measured(options, engine):
+        for one in _measured(options):
             if options.preset is None:
                 write(one.row)
             else:
@@ -205,7 +184,7 @@ def serve_load(options: Options, environment: dict) -> list[dict]:
     return done
 
 
-def _measured(options: Options, engine: Engine | None) -> Iterator[preset_load.Measured]:
+def _measured(options: Options) -> Iterator[preset_load.Measured]:
     """Each cell by each protocol, without the environment in its row."""
     cells = (
         [(None, rate) for rate in options.rate]
@@ -213,8 +192,7 @@ def _measured(options: Options, engine: Engine | None) -> Iterator[preset_load.M
         else [(c, None) for c in options.concurrency]
     )
     counts = [_count(options, c or 16) for c, _ in cells]
-    total = sum(counts) * len(options.protocols) * (2 * options.repeats if engine else 1)
-    timed = dict(total=total, unit="request")
+    timed = dict(total=sum(counts) * len(options.protocols), unit="request")
     if options.duration is not None:
         timed = dict(total=options.duration * len(cells) * len(options.protocols), unit="s")
     stored = preset_load.stored(options)
@@ -223,7 +201,7 @@ def _measured(options: Options, engine: Engine | None) -> Iterator[preset_load.M
         started = {}
         if options.preset is not None:
             started = preset_load.start_times(options, server, stored)
-        prompts, left_out = _prompts(options, about, engine)
+        prompts = _prompts(options, about)
         addresses = {"grpc": address, "http": "" if server is None else server.http_address}
         with progress_bar(**timed) as bar:
             for (concurrency, rate), count in zip(cells, counts, strict=True):
@@ -239,11 +217,7 @@ def _measured(options: Options, engine: Engine | None) -> Iterator[preset_load.M
                         concurrency=concurrency,
                     )
                     _warm_up(address, load, todo[: concurrency or 1])
-                    outputs = []
-                    if engine is None:
-                        found, outputs = _measure(options, server, load, todo, bar)
-                    else:
-                        found = _beside_bare(options, server, load, todo, concurrency, engine, bar)
+                    found, outputs = _measure(options, server, load, todo, bar)
                     row = {
                         "kind": "serve-load" if options.preset is None else "served",
                         **_identity(options, about, concurrency, rate),
@@ -251,7 +225,6 @@ def _measured(options: Options, engine: Engine | None) -> Iterator[preset_load.M
                         **preset_load.identity(options, about),
                         **started,
                         **found,
-                        "prompts_left_out": left_out,
                     }
                     yield preset_load.Measured(row=row, todo=todo, outputs=outputs)
 
@@ -315,73 +288,3 @@ def _load(options: Options, load: Load, todo: Sequence[Call], bar: tqdm) -> Load
         bar.update(before + min(options.duration, int(time.monotonic() - begin)) - bar.n)
 
     return load(todo, seconds=options.duration, on_second=show)
-
-
-def _bare(options: Options) -> Engine:
-    """An engine with the settings of the server, in this process."""
-    settings, _ = resolve(_options(options))
-    engine = make_engine(settings)
-    runs.warm_up(engine)
-    return engine
-
-
-def _beside_bare(
-    options: Options,
-    server: Served,
-    load: Load,
-    todo: Sequence[Call],
-    concurrency: int,
-    engine: Engine,
-    bar: tqdm,
-) -> dict:
-    """Alternates service and bare engine, so that other load affects both; medians of the repeats.
-
-    The overhead is the median of the ratios per turn: both halves of a turn are adjacent in time, so
-    varying load changes a ratio less than either median. CPU time of server, clients and bare engine
-    shows the service's own cost even under other load.
-    """
-    runs_: dict[str, list] = {name: [] for name in ("served", "bare")}
-    cpu: dict[str, list[float]] = {name: [] for name in ("served", "clients", "bare")}
-    for _ in range(options.repeats):
-        before = server.cpu_seconds
-        runs_["served"].append(load(todo, on_done=bar.update))
-        cpu["served"].append(server.cpu_seconds - before)
-        cpu["clients"].append(runs_["served"][-1].cpu_seconds)
-        between = time.process_time()
-        runs_["bare"].append(_drive(options, todo, concurrency, engine, bar))
-        cpu["bare"].append(time.process_time() - between)
-    seconds = [one.seconds for one in runs_["served"]]
-    bare_seconds = [one.seconds for one in runs_["bare"]]
-    overheads = [100 * (one / bare - 1) for one, bare in zip(seconds, bare_seconds, strict=True)]
-    middle, bare_middle = statistics.median(seconds), statistics.median(bare_seconds)
-    outcomes = min(runs_["served"], key=lambda one: abs(one.seconds - middle)).outcomes
-    outputs = runs_["bare"][0].outputs
-    return figures(outcomes, middle, options.limits) | {
-        "bare_seconds": bare_middle,
-        "bare_tokens_per_second": sum(map(len, outputs)) / bare_middle,
-        "overhead_percent": statistics.median(overheads),
-        "overhead_percent_all": overheads,
-        "outputs_equal_to_bare": sum(
-            list(outcome.tokens) == tokens
-            for outcome, tokens in zip(outcomes, outputs, strict=True)
-        ),
-        "served_seconds_all": seconds,
-        "bare_seconds_all": bare_seconds,
-        **{f"{name}_cpu_seconds": statistics.median(times) for name, times in cpu.items()},
-    }
-
-
-def _drive(
-    options: Options, todo: Sequence[Call], concurrency: int, engine: Engine, bar: tqdm
-) -> Measurement:
-    """The calls' prompts through the bare engine."""
-    prompts = [prompt_of(call.request) for call in todo]
-    free = SamplingParams(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        ignore_eos=options.ignore_eos,
-    )
-    settings, _ = resolve(_options(options))
-    mix, rules = Mix(options.constrained), (engine, settings.reply_format)
-    params = [mix.params(free, index, *rules) for index in range(len(todo))]
-    return drive(engine, prompts, params, concurrency=concurrency, on_finished=bar.update)

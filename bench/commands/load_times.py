@@ -21,7 +21,6 @@ class Options(RowFileOptions):
     tensor_parallel: int = option(
         "devices that share the model", default=1, type=positive, metavar="N"
     )
-    converted: bool = option("read the output of peagle-convert instead", default=False)
     verify: bool = option("compare every bit of the model with the files", default=False)
     out: Path = rows_file("load_times.jsonl")
 
@@ -50,4 +49,5 @@ is deleted at the end.
 """,
     options=Options,
     run=run,
+    removed={"--converted": "it has never been measured; leave it out"},
 )

@@ -196,7 +196,7 @@ def test_what_a_child_raises_is_raised_here():
 
 MISTAKES = {
     "needs a --preset": ["--duration", "3"],
-    "leave out --address": ["--preset", "qwen3-0.6b", "--overhead"],
+    "leave out --address": ["--preset", "qwen3-0.6b", "--constrained", "0.5"],
     "unknown preset": ["--preset", "qwen9"],
     "leave out --rate": ["--preset", "qwen3-0.6b", "--duration", "3", "--rate", "3"],
     "whole free requests to a server that is started": [
