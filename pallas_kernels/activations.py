@@ -1,7 +1,9 @@
-"""Rows of activations: their dtype, whole tiles, and e4m3 with one scale for each row and group of 128 columns.
+"""Rows of activations: their dtype, whole tiles, and e4m3 with one scale for each row and group of
+128 columns.
 
-The scheme of e4m3 rows is that of FP8 checkpoints with dynamic activations: the scale of a group is its largest magnitude
-divided by 448, the largest e4m3 number, so nothing overflows. A row's numbers depend on the row alone.
+The scheme of e4m3 rows is that of FP8 checkpoints with dynamic activations: the scale of a group is
+its largest magnitude divided by 448, the largest e4m3 number, so nothing overflows. A row's numbers
+depend on the row alone.
 """
 
 from collections.abc import Callable
@@ -21,14 +23,17 @@ LARGEST = 448.0
 def row_dtype(
     values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype = jnp.bfloat16
 ) -> jnp.dtype:
-    """The dtype in which a norm should store rows that this weight multiplies; `dtype` is that of the stream.
+    """The dtype in which a norm should store rows that this weight multiplies; `dtype` is that of
+    the stream.
 
-    It is float16 for fp8 weights in tiles and a bfloat16 stream, else `dtype`. e4m3 numbers become float16 in one instruction
-    for two, and bfloat16 in four. A normed number has 11 bits then instead of 8.
+    It is float16 for fp8 weights in tiles and a bfloat16 stream, else `dtype`. e4m3 numbers become
+    float16 in one instruction for two, and bfloat16 in four. A normed number has 11 bits then
+    instead of 8.
 
-    The magnitude of a normed number is at most sqrt(D) * max|w| for D columns and the norm's weight w. It exceeds float16's
-    largest number, 65,504, only if max|w| is above 1,447 (D = 2,048) or 893 (D = 5,376); `rounded` then saturates. Other
-    rows stay in `dtype`: the product of gate and up has no bound.
+    The magnitude of a normed number is at most sqrt(D) * max|w| for D columns and the norm's weight
+    w. It exceeds float16's largest number, 65,504, only if max|w| is above 1,447 (D = 2,048) or 893
+    (D = 5,376); `rounded` then saturates. Other rows stay in `dtype`: the product of gate and up
+    has no bound.
     """
     in_tiles = scale is not None and formats.kind(values, scale) == "fp8_tiles"
     return jnp.dtype(jnp.float16) if in_tiles and dtype == jnp.bfloat16 else jnp.dtype(dtype)
@@ -42,8 +47,8 @@ def result_dtype(dtype: jnp.dtype) -> jnp.dtype:
 def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """x, float32, in `dtype`. NaN stays NaN.
 
-    float16 and e4m3 saturate, at 65,504 and 448: infinity times a weight of 0 is NaN, and a plain conversion to e4m3
-    gives NaN on overflow.
+    float16 and e4m3 saturate, at 65,504 and 448: infinity times a weight of 0 is NaN, and a plain
+    conversion to e4m3 gives NaN on overflow.
     """
     if dtype in (jnp.float16, jnp.float8_e4m3fn):
         most = float(jnp.finfo(dtype).max)
@@ -64,8 +69,8 @@ class Quantized(NamedTuple):
 
     Attributes:
       values: float8_e4m3fn [R, K].
-      scale: float32 [ceil(K / 128), R'], which multiplies the values of a group; R' is R rounded up to a
-        multiple of 8, because TMA copies 16 bytes or more. Entries past R are unspecified.
+      scale: float32 [ceil(K / 128), R'], which multiplies the values of a group; R' is R rounded up
+        to a multiple of 8, because TMA copies 16 bytes or more. Entries past R are unspecified.
     """
 
     values: jax.Array
@@ -103,10 +108,11 @@ def whole_tiles(x: jax.Array) -> jax.Array:
 
 
 def whole_rows(batch: int, rows: int) -> int:
-    """Rows per sequence, at least `rows`, with which products of x [batch, rows, K] need no padding.
+    """Rows per sequence, at least `rows`, with which products of x [batch, rows, K] need no
+    padding.
 
-    Padding is a kernel of its own before each product. A caller that computes this many rows avoids it, and
-    computes no more rows than the padded product. `rows` itself where no number does that.
+    Padding is a kernel of its own before each product. A caller that computes this many rows avoids
+    it, and computes no more rows than the padded product. `rows` itself where no number does that.
     """
     whole = batch * rows + _missing_rows(batch * rows)
     return whole // batch if dispatch.platform() == "cuda" and whole % batch == 0 else rows
@@ -119,7 +125,8 @@ def _missing_rows(R: int) -> int:
 def rounding(
     activations: Activations, values: jax.Array, scale: jax.Array | None
 ) -> Callable[[jax.Array], jax.Array] | None:
-    """What rounds the rows x [..., K] of products with a weight to float32; None: they are read as they are.
+    """What rounds the rows x [..., K] of products with a weight to float32; None: they are read as
+    they are.
 
     Raises:
       ValueError: there are no such activations, or no such format of weights.

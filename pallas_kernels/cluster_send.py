@@ -1,11 +1,12 @@
 """What the thread blocks of a cluster send each other, straight to shared memory: PTX of Hopper.
 
-A message is sent by `st.async` to an array of the receiving block, and is counted in bytes at a barrier of that block,
-which is used once. A block arms its barriers (`arm`) before the first barrier of the cluster, and sends after it
-(`wait_armed`). A block may end after it has received everything that is sent to it.
+A message is sent by `st.async` to an array of the receiving block, and is counted in bytes at a
+barrier of that block, which is used once. A block arms its barriers (`arm`) before the first
+barrier of the cluster, and sends after it (`wait_armed`). A block may end after it has received
+everything that is sent to it.
 
-Functions without a ref emit operations of one thread (see `mlir_compat`). An array has the same address in the shared
-memory of each block of a cluster.
+Functions without a ref emit operations of one thread (see `mlir_compat`). An array has the same
+address in the shared memory of each block of a cluster.
 """
 
 import re
@@ -32,9 +33,11 @@ def barriers(count: int) -> Any:
 
 
 def arm(barriers_smem: Any, counts: Sequence[Any]) -> None:
-    """Barrier i of this block waits for counts[i] bytes. Then the block arrives at the barrier of the cluster.
+    """Barrier i of this block waits for counts[i] bytes. Then the block arrives at the barrier of
+    the cluster.
 
-    All warpgroups call it, before anything is sent. A count is a number, or a scalar int32 known at run time.
+    All warpgroups call it, before anything is sent. A count is a number, or a scalar int32 known at
+    run time.
     """
     inits = [f"@first mbarrier.init.shared::cta.b64 [$0 + {8 * i}], 1;" for i in range(len(counts))]
     scalars = [count for count in counts if not isinstance(count, int)]
@@ -86,15 +89,14 @@ def send_strip(
 ) -> None:
     """Sends columns of row r from `column` on, each thread four, to the blocks that multiply them.
 
-    Block b multiplies columns [b * own_columns, (b + 1) * own_columns), and has row r of them in row r of its x_smem.
+    Block b multiplies columns [b * own_columns, (b + 1) * own_columns), and has row r of them in
+    row r of its x_smem.
     """
     tokens = x_smem.shape[1]
 
     @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(swizzled(x_smem.dtype)), plgpu.RefType(), SCALAR, SCALAR, layout
-        )
-    )  # fmt: skip
+        arg_types=(plgpu.RefType(swizzled(x_smem.dtype)), plgpu.RefType(), SCALAR, SCALAR, layout)
+    )
     def put(_, x, barriers, r, column, strip):
         r, column = r.registers.item(), column.registers.item()
         (four,) = strip.registers.flat
@@ -146,7 +148,8 @@ WHERE st.async.shared::cluster.mbarrier::complete_tx::bytes.SIZE [entry], VALUES
 
 
 def send(place: Any, counted_at: Any, block: Any, words: Sequence[Any], where: Any = None) -> None:
-    """Sends one or two words to a place in a block, where a condition holds, counted at a barrier there.
+    """Sends one or two words to a place in a block, where a condition holds, counted at a barrier
+    there.
 
     The addresses are those of the own block.
     """

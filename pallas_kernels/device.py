@@ -1,7 +1,7 @@
 """Properties of the chips, and which of them have kernels.
 
-They are passed to kernels explicitly: a kernel may be compiled on a machine without a GPU, so it must not
-query the default device.
+They are passed to kernels explicitly: a kernel may be compiled on a machine without a GPU, so it
+must not query the default device.
 """
 
 import re
@@ -17,8 +17,8 @@ class Device:
     Attributes:
       name: as jax names the device.
       sm: generation of an NVIDIA chip, which selects its kernels: 90 Hopper, 100 Blackwell in data
-        centres, 120 Blackwell in RTX cards; of other NVIDIA chips the compute capability times ten. 0 if
-        it is no NVIDIA chip.
+        centres, 120 Blackwell in RTX cards; of other NVIDIA chips the compute capability times ten.
+        0 if it is no NVIDIA chip.
       num_sms: streaming multiprocessors.
       smem_bytes: maximum shared memory per block; 0 if it is not known.
       variant: what the compute capability times ten adds to `sm`: 3 for sm_103.
@@ -61,8 +61,8 @@ _VARIANTS = {103: 100, 121: 120}
 def describe(device: jax.Device) -> Device:
     """Properties of a jax device.
 
-    A chip of a generation with kernels that has no entry here gets the shared memory of that generation and
-    the number of SMs that it reports.
+    A chip of a generation with kernels that has no entry here gets the shared memory of that
+    generation and the number of SMs that it reports.
     """
     if device.platform not in ("gpu", "cuda", "rocm", "oneapi"):
         return Device(device.device_kind, platform=device.platform)

@@ -1,8 +1,9 @@
 """Selects the implementation of an operation and logs the choice once; no silent fallback.
 
 `reference` is the jnp definition of an operation and runs on every XLA backend. `mosaic_gpu` and
-`mosaic_tpu` are Pallas kernels: compiled on an NVIDIA GPU or a TPU, run in an interpreter on a CPU (for tests).
-Without an explicit request the device decides: kernels where they exist, references elsewhere.
+`mosaic_tpu` are Pallas kernels: compiled on an NVIDIA GPU or a TPU, run in an interpreter on a CPU
+(for tests). Without an explicit request the device decides: kernels where they exist, references
+elsewhere.
 """
 
 import contextlib
@@ -46,8 +47,8 @@ def references(*, rounded: bool = False) -> Iterator[None]:
     """Traces references only, also where a kernel is requested: the baseline of a comparison.
 
     Args:
-      rounded: float32 products of narrower inputs are rounded to the dtype of the inputs. For training:
-        they are stored for the backward pass, and this halves their traffic.
+      rounded: float32 products of narrower inputs are rounded to the dtype of the inputs. For
+        training: they are stored for the backward pass, and this halves their traffic.
     """
     tokens = _referring.set(True), _rounding.set(rounded)
     try:
@@ -63,8 +64,9 @@ def rounds_products() -> bool:
 
 
 def context() -> tuple[Device | None, bool, bool]:
-    """Settings of `assume` and `references` in this thread: the assumed device, whether references only, and whether
-    these round products. An operation's traced code depends on them and on the device."""
+    """Settings of `assume` and `references` in this thread: the assumed device, whether references
+    only, and whether these round products. An operation's traced code depends on them and on the
+    device."""
     return _assumed.get(), _referring.get(), _rounding.get()
 
 
@@ -89,7 +91,8 @@ def resolve(
     refusal: str | None = None,
     tpu_refusal: str | None = NO_TPU_KERNEL,
 ) -> Launch | None:
-    """Selects the implementation of `op`: launch parameters of the kernel, or None for the reference.
+    """Selects the implementation of `op`: launch parameters of the kernel, or None for the
+    reference.
 
     Args:
       op: name of the operation, for messages.
@@ -99,8 +102,8 @@ def resolve(
       tpu_refusal: the same of the TPU kernel.
     Raises:
       ValueError: there is no such implementation.
-      NotImplementedError: the requested kernel does not exist for the device, or does not support the
-        arguments.
+      NotImplementedError: the requested kernel does not exist for the device, or does not support
+        the arguments.
     """
     if requested not in (None, *get_args(Implementation)):
         raise ValueError(f"{op}: {requested=} must be one of {get_args(Implementation)}, or None")
@@ -117,7 +120,8 @@ def resolve(
         device = V6E if requested == "mosaic_tpu" else H200
     if why := _why_not(device, requested, chips, refusal, tpu_refusal):
         raise NotImplementedError(
-            f"{op} has no {requested} kernel for this on {device}: {why}; use implementation='reference'"
+            f"{op} has no {requested} kernel for this on {device}: {why}; "
+            "use implementation='reference'"
         )
     return Launch(device, _interpreter(requested) if interpreted else None)
 
@@ -159,7 +163,8 @@ def _interpreter(kind: Implementation) -> Any:
 
 
 def default_device() -> jax.Device:
-    """The device of arrays that no sharding places: that of `jax.default_device`, else the first of this process."""
+    """The device of arrays that no sharding places: that of `jax.default_device`, else the first of
+    this process."""
     chosen = jax.config.jax_default_device
     if chosen is None:
         return jax.local_devices()[0]

@@ -3,15 +3,16 @@
 Weights W [..., N, K] are stored with K, the contraction axis, contiguous:
 
 - plain: values bfloat16 or float32 [..., N, K], scale None.
-- fp8: values float8_e4m3fn [..., N, K]; scale float32 [..., Sn, Sk] multiplies them. Sn is N (one for
-  each row) or ceil(N / 128), Sk is 1 (one for all columns) or ceil(K / 128); the last block may be
-  ragged.
-- fp8 tiles: the numbers of fp8 as [..., N / 64, K / 128, 8192], in the order of `pallas_kernels.fp8_tiles`. The scale is
-  that of fp8, so the values have one axis more than it.
-- mxfp4: values uint8 [..., N, K / 2], e2m1 elements; scale uint8 [..., N, K / 32], e8m0: code s multiplies
-  32 elements by 2^(s - 127), and 255 is NaN.
-- mxfp8: values float8_e4m3fn [..., N, K]; scale uint8 [..., ceil(N / 128), ceil(K / 128), 32, 16], one e8m0 code
-  for 32 elements, in the order of `pallas_kernels.mxfp8`. Products with it quantise their rows to mxfp8 too.
+- fp8: values float8_e4m3fn [..., N, K]; scale float32 [..., Sn, Sk] multiplies them. Sn is N (one
+  for each row) or ceil(N / 128), Sk is 1 (one for all columns) or ceil(K / 128); the last block may
+  be ragged.
+- fp8 tiles: the numbers of fp8 as [..., N / 64, K / 128, 8192], in the order of
+  `pallas_kernels.fp8_tiles`. The scale is that of fp8, so the values have one axis more than it.
+- mxfp4: values uint8 [..., N, K / 2], e2m1 elements; scale uint8 [..., N, K / 32], e8m0: code s
+  multiplies 32 elements by 2^(s - 127), and 255 is NaN.
+- mxfp8: values float8_e4m3fn [..., N, K]; scale uint8 [..., ceil(N / 128), ceil(K / 128), 32, 16],
+  one e8m0 code for 32 elements, in the order of `pallas_kernels.mxfp8`. Products with it quantise
+  their rows to mxfp8 too.
 
 An mxfp4 byte:
 
@@ -98,7 +99,8 @@ def logical_shape(values: jax.Array, scale: jax.Array | None) -> tuple[int, ...]
 
 
 def takes(values: jax.Array, scale: jax.Array | None, K: int) -> bool:
-    """Whether a weight multiplies rows of K columns; an mxfp8 weight may have zeros up to whole tiles.
+    """Whether a weight multiplies rows of K columns; an mxfp8 weight may have zeros up to whole
+    tiles.
 
     Raises:
       ValueError: as `kind`.
@@ -129,7 +131,8 @@ def kernel_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
 
 
 def compile_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
-    """Why kernels with such a weight do not compile for a GPU, or None. The interpreter runs them."""
+    """Why kernels with such a weight do not compile for a GPU, or None. The interpreter runs
+    them."""
     if kind(values, scale) == "fp8_tiles":
         return None
     *_, N, width = values.shape
@@ -144,8 +147,8 @@ def compile_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
 def dequantize(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """The unpacked weight [..., N, K] in `dtype`.
 
-    fp8 is scaled in float32 and rounded once to `dtype`. mxfp4 and mxfp8 are exact in float32 and bfloat16,
-    mxfp4 including subnormal numbers. A plain weight is cast.
+    fp8 is scaled in float32 and rounded once to `dtype`. mxfp4 and mxfp8 are exact in float32 and
+    bfloat16, mxfp4 including subnormal numbers. A plain weight is cast.
 
     Raises:
       ValueError: as `kind`.
@@ -179,8 +182,9 @@ def _mxfp4(values: jax.Array, scale: jax.Array) -> jax.Array:
     codes = codes.reshape(*scale.shape, GROUP)
     exponent = scale[..., None].astype(jnp.int32)
     index = codes & 7
-    # An index >= 2 is two exponent bits and one mantissa bit. Added to the scale's exponent it gives the top
-    # bits of the float32. Index 1 (0.5) is subnormal in e2m1 and needs a correction of 1.
+    # An index >= 2 is two exponent bits and one mantissa bit. Added to the scale's exponent it
+    # gives the top bits of the float32. Index 1 (0.5) is subnormal in e2m1 and needs a correction
+    # of 1.
     top = 2 * (exponent - 1) + index - (index == 1)
     subnormal = index << (21 + jnp.minimum(exponent, 1))  # only for scale codes 0 and 1
     bits = jnp.where(top < 2, subnormal, jnp.where(top < 510, top << 22, 0x7F800000))

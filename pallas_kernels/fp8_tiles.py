@@ -1,14 +1,15 @@
 """FP8 weights in the order in which Hopper's threads multiply them.
 
-A weight [N, K] is divided into tiles of 64 rows and 128 columns. A tile is 8 KB without gaps: one bulk copy, and
-each thread of a warpgroup then loads its 64 numbers 16 bytes at a time, already in the order of the registers of
-wgmma's first operand. In the plain order threads load 4 bytes at a time, and then exchange half of them.
+A weight [N, K] is divided into tiles of 64 rows and 128 columns. A tile is 8 KB without gaps: one
+bulk copy, and each thread of a warpgroup then loads its 64 numbers 16 bytes at a time, already in
+the order of the registers of wgmma's first operand. In the plain order threads load 4 bytes at a
+time, and then exchange half of them.
 
     number of a tile      row                   column
     w h g, c q t j        16 w + 8 h + g        32 c + 8 q + 2 t + j
 
-Here w is the warp, 8 x 4 lanes are (g, t), and a thread holds the numbers of all c, q, h and j, in this order. A tile
-stores [c, w, g, t, q, h, j]. The order inside a tile changes no sum.
+Here w is the warp, 8 x 4 lanes are (g, t), and a thread holds the numbers of all c, q, h and j, in
+this order. A tile stores [c, w, g, t, q, h, j]. The order inside a tile changes no sum.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ LOADS = SIZE // LOAD, LOAD
 
 _ROW, _COLUMN = (4, 2, 8), (4, 4, 4, 2)  # w h g, c q t j
 _STORED = (0, 4, 5, 1, 3, 7, 6, 2, 8)
-"""Axes [row tile, w, h, g, column tile, c, q, t, j] in the order [row tile, column tile, c, w, g, t, q, h, j]."""
+"""Axes [row tile, w, h, g, column tile, c, q, t, j] in the order [row tile, column tile, c, w, g,
+t, q, h, j]."""
 
 
 def fits(N: int, K: int) -> bool:

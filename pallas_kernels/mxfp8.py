@@ -1,17 +1,20 @@
-"""The mxfp8 format of OCP's Microscaling specification: e4m3, one power of two for each row and 32 columns.
+"""The mxfp8 format of OCP's Microscaling specification: e4m3, one power of two for each row and 32
+columns.
 
-The scale of a group is `2^(floor(log2(largest magnitude)) - 8)`, stored as e8m0 (code s is `2^(s - 127)`, 255 is
-NaN). So the largest magnitude lies in [256, 512) times the scale, and what exceeds 448, the largest e4m3 number,
-becomes 448. A group of zeros has scale 1. One that holds an infinite number or NaN has scale NaN.
+The scale of a group is `2^(floor(log2(largest magnitude)) - 8)`, stored as e8m0 (code s is
+`2^(s - 127)`, 255 is NaN). So the largest magnitude lies in [256, 512) times the scale, and what
+exceeds 448, the largest e4m3 number, becomes 448. A group of zeros has scale 1. One that holds an
+infinite number or NaN has scale NaN.
 
 A product of rows x and weights w in this format is, for each row and each weight row,
 
-    sum over groups g, ascending, of 2^(scale of x + scale of w) * (sum over the group's 32 columns of x * w)
+    sum over groups g, ascending, of 2^(scale of x + scale of w) * (sum over the group's 32 columns
+    of x * w)
 
 with sums in float32. All factors are exact, so only the order of additions belongs to a chip.
 
-Scales of both operands are stored as Blackwell's tensor cores read them (PTX: tcgen05.mma, scale_vec::1X): one
-block of [32, 16] bytes for each tile of 128 rows and 128 columns,
+Scales of both operands are stored as Blackwell's tensor cores read them (PTX: tcgen05.mma,
+scale_vec::1X): one block of [32, 16] bytes for each tile of 128 rows and 128 columns,
 
     block[r, 4 q + j] = scale of row 32 q + r and of columns 32 j .. 32 j + 31 of the tile
 
@@ -70,13 +73,15 @@ def rounded(x: jax.Array) -> jax.Array:
 
 
 def widened(x: jax.Array, columns: int) -> jax.Array:
-    """x [..., K] with zeros up to the columns of a weight, which may be K rounded up to whole tiles."""
+    """x [..., K] with zeros up to the columns of a weight, which may be K rounded up to whole
+    tiles."""
     missing = columns - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 def operand(x: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Rows x [R, K] as a kernel reads them: values [R, K], and scales in tiles of `tile` rows, see `pack`."""
+    """Rows x [R, K] as a kernel reads them: values [R, K], and scales in tiles of `tile` rows, see
+    `pack`."""
     values, codes = quantize(x)
     return values, pack(codes, tile)
 

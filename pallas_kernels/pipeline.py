@@ -1,8 +1,8 @@
 """Multistage pipelines: rings of shared-memory slots that TMA fills some steps ahead of the MMA.
 
-Step n uses slot n % stages. In the timelines `load n` means that the copies of step n are in flight, and
-`mma n` that the tiles of step n are read. Time runs to the right, one column per step; a slot is refilled at
-the end of a step, after the last read of its tiles.
+Step n uses slot n % stages. In the timelines `load n` means that the copies of step n are in
+flight, and `mma n` that the tiles of step n are read. Time runs to the right, one column per step;
+a slot is refilled at the end of a step, after the last read of its tiles.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,11 +35,12 @@ class Pipeline:
     Attributes:
       stages: slots of the ring, at most `num_steps`.
       num_steps: steps of the whole loop, a number or a scalar of the kernel.
-      fetch: `fetch(step, place)` starts the copies of a step to a place in the buffers; they arrive at the
-        ready barrier of the place. The place is the slot, unless several warpgroups have rings.
+      fetch: `fetch(step, place)` starts the copies of a step to a place in the buffers; they arrive
+        at the ready barrier of the place. The place is the slot, unless several warpgroups have
+        rings.
       ready_barrier: [places]; all copies to a place have arrived.
-      fenced: threads read the tiles, as they do to unpack weights. A fence then orders these reads before
-        the next TMA write. Reads by the MMA need no fence.
+      fenced: threads read the tiles, as they do to unpack weights. A fence then orders these reads
+        before the next TMA write. Reads by the MMA need no fence.
     """
 
     stages: int
@@ -91,10 +92,11 @@ class Pipeline:
 class SharedPipeline(Pipeline):
     """Rings of a block whose warpgroups have their own weight tiles and share the x tiles.
 
-    Each warpgroup fills and reads a ring of its own, as in `Pipeline`. Warpgroup 0 also fills the shared
-    ring, one step late: a slot is refilled after all warpgroups have released it, and at the end of the next
-    step they usually have. Without the delay warpgroup 0 would wait for the slowest one in every step. All
-    warpgroups would then unpack weights at the same time, and the tensor cores would be idle meanwhile.
+    Each warpgroup fills and reads a ring of its own, as in `Pipeline`. Warpgroup 0 also fills the
+    shared ring, one step late: a slot is refilled after all warpgroups have released it, and at the
+    end of the next step they usually have. Without the delay warpgroup 0 would wait for the slowest
+    one in every step. All warpgroups would then unpack weights at the same time, and the tensor
+    cores would be idle meanwhile.
 
     With stages = 3:
 
@@ -103,9 +105,9 @@ class SharedPipeline(Pipeline):
         shared slot 0     load 0    mma 0     free      load 3    mma 3     free
         shared slot 1     load 1    load 1    mma 1     free      load 4    mma 4
 
-    At the end of step n each warpgroup releases the shared slot of step n. Warpgroup 0 then waits for all
-    releases of step n - 1 and loads step n + 2 to that slot. With two stages there is no delay, because the
-    next step needs the slot.
+    At the end of step n each warpgroup releases the shared slot of step n. Warpgroup 0 then waits
+    for all releases of step n - 1 and loads step n + 2 to that slot. With two stages there is no
+    delay, because the next step needs the slot.
 
     Attributes:
       groups: warpgroups of the block, at least two. Slot s of warpgroup g has place g * stages + s.
@@ -163,10 +165,11 @@ def make_pipeline(
     x_free_barrier: Any,
     **ring: Any,
 ) -> Pipeline:
-    """The ring of a warpgroup that reads tiles of a weight and of x; a `SharedPipeline` if there are barriers of x.
+    """The ring of a warpgroup that reads tiles of a weight and of x; a `SharedPipeline` if there
+    are barriers of x.
 
-    `fetch_x(step, slot, barrier)` starts the copies of x, which arrive at `barrier.at[slot]`. The other arguments are
-    those of the classes.
+    `fetch_x(step, slot, barrier)` starts the copies of x, which arrive at `barrier.at[slot]`. The
+    other arguments are those of the classes.
     """
     if x_free_barrier is not None:
         return SharedPipeline(
@@ -190,9 +193,9 @@ def make_pipeline(
 class PagedPipeline:
     """Ring of blocks of a paged cache. The number of blocks is known at run time only.
 
-    The page ids of step n + stages are read at the beginning of step n, to hide the latency of the page
-    table. A barrier says when a slot has been read: on Hopper the warpgroups arrive at it, on Blackwell an
-    asynchronous MMA does, so there the slot is refilled during the next MMA.
+    The page ids of step n + stages are read at the beginning of step n, to hide the latency of the
+    page table. A barrier says when a slot has been read: on Hopper the warpgroups arrive at it, on
+    Blackwell an asynchronous MMA does, so there the slot is refilled during the next MMA.
 
     With stages = 3:
 
@@ -215,7 +218,8 @@ class PagedPipeline:
     read_barrier: Any = None
 
     def start(self, first: Any, pages: Sequence[Any]) -> None:
-        """Prologue: loads `stages` steps from `first` on, or fewer before `end`; `pages` of each."""
+        """Prologue: loads `stages` steps from `first` on, or fewer before `end`; `pages` of
+        each."""
         for ahead, step_pages in enumerate(pages):
             step = first + ahead
             pl.when(step < self.end)(partial(self.fetch, step, step_pages))

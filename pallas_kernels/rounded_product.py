@@ -1,8 +1,9 @@
 """Products of float32 arrays in registers that no compiler fuses with the sum that follows.
 
-A fused multiply-add rounds once, a product and a sum round twice. LLVM decides for each kernel whether it fuses, and which of
-two products it fuses with their sum; ptxas may fuse what is left. So two kernels that must have the same bits, or two
-forms of one kernel, may differ. Inline PTX is opaque to LLVM, and ptxas never fuses `mul.rn`. Interpreters never fuse.
+A fused multiply-add rounds once, a product and a sum round twice. LLVM decides for each kernel
+whether it fuses, and which of two products it fuses with their sum; ptxas may fuse what is left. So
+two kernels that must have the same bits, or two forms of one kernel, may differ. Inline PTX is
+opaque to LLVM, and ptxas never fuses `mul.rn`. Interpreters never fuse.
 """
 
 from typing import Any
@@ -18,7 +19,8 @@ from pallas_kernels import mlir_compat as mlir
 def rounded_product(
     x_reg: jax.Array, y_reg: jax.Array, layout: plgpu.Layout, interpret: Any
 ) -> jax.Array:
-    """x * y, float32 arrays of one shape in `layout`, rounded; `interpret` is that of the kernel."""
+    """x * y, float32 arrays of one shape in `layout`, rounded; `interpret` is that of the
+    kernel."""
     if interpret is not None:
         return x_reg * y_reg
     made = plgpu.ShapeDtypeStruct(x_reg.shape, jnp.float32, layout=layout)

@@ -43,14 +43,15 @@ def linear(
     Args:
       x: [..., K] activations.
       weight: [N, K], or the values of a quantised weight (`pallas_kernels.formats`): fp8 and mxfp8
-        [N, K], mxfp4 [N, K / 2]. The product is computed in `x.dtype`, which is float16 for fp8 weights in
-        tiles where `row_dtype` says so.
+        [N, K], mxfp4 [N, K / 2]. The product is computed in `x.dtype`, which is float16 for fp8
+        weights in tiles where `row_dtype` says so.
       scale: scale of a quantised weight; None for a plain one.
       bias: [N] or None.
-      out_dtype: dtype of the result, default `result_dtype(x.dtype)`; float32 returns the unrounded accumulator.
-      activations: "fp8" quantises x for an fp8 weight (`pallas_kernels.activations`); its products are then
-        of e4m3. Other weights are multiplied as with "bf16", but that rows of mxfp8 weights are always
-        quantised as these are.
+      out_dtype: dtype of the result, default `result_dtype(x.dtype)`; float32 returns the unrounded
+        accumulator.
+      activations: "fp8" quantises x for an fp8 weight (`pallas_kernels.activations`); its products
+        are then of e4m3. Other weights are multiplied as with "bf16", but that rows of mxfp8
+        weights are always quantised as these are.
       config: `TuningConfig` of the kernel, for benchmarks; by default chosen from the shapes.
     Returns:
       [..., N].
@@ -104,7 +105,8 @@ def partial_products(
 
 
 def add_in_order(parts: jax.Array) -> jax.Array:
-    """[S, ...] -> [...], `((p0 + p1) + p2) + ...`: a fixed order, independent of the number of rows."""
+    """[S, ...] -> [...], `((p0 + p1) + p2) + ...`: a fixed order, independent of the number of
+    rows."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part

@@ -1,12 +1,13 @@
 """GEMM kernel for linear layers: tokens times a weight [N, K], with a deterministic K-split.
 
-The grid is (weight tiles, token tiles, K-splits), or a block for each multiprocessor that stays for several of these
-units. K is divided into chunks that depend on the weight's shape only. With few tokens each chunk is one block, which
-stores a partial sum (K-split). With many tokens one block runs over all chunks and adds the same partial sums in
-registers, in the same order. Both give the same bits. The next kernel adds stored partial sums while it reads them.
+The grid is (weight tiles, token tiles, K-splits), or a block for each multiprocessor that stays for
+several of these units. K is divided into chunks that depend on the weight's shape only. With few
+tokens each chunk is one block, which stores a partial sum (K-split). With many tokens one block
+runs over all chunks and adds the same partial sums in registers, in the same order. Both give the
+same bits. The next kernel adds stored partial sums while it reads them.
 
-`weight_tiles` unpacks and multiplies, `pipeline` loads ahead; this file chooses tile sizes and places the
-blocks.
+`weight_tiles` unpacks and multiplies, `pipeline` loads ahead; this file chooses tile sizes and
+places the blocks.
 """
 
 import functools
@@ -30,7 +31,8 @@ from pallas_kernels.weight_tiles.mma import Operands
 from pallas_kernels.weight_tiles.warpgroups import launch_options, tile_rows, warpgroup_part
 
 _FEW_STEPS = 16
-"""Most steps of a unit for which blocks stay for several. With 32 and more they are 8 % slower to 4 % faster on an H200."""
+"""Most steps of a unit for which blocks stay for several. With 32 and more they are 8 % slower to 4
+% faster on an H200."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class TuningConfig:
             return cls(8 if R <= 128 else 32, 1, False, stages=8)
         form = Format.of_kind(kind, device, x_dtype)
         tiles, steps = pl.cdiv(N, form.rows), pl.cdiv(K, STEP)
-        # Up to two blocks per SM: more splits would cost more in partial sums than the shorter loop saves.
+        # Up to two blocks per SM: more splits would cost more in partial sums than the shorter loop
+        # saves.
         per_chunk = next(
             n
             for n in range(1, steps + 1)
@@ -88,15 +91,16 @@ class TuningConfig:
         )
 
     def alternatives(self, form: Format) -> "list[TuningConfig]":
-        """Configs for more than 64 tokens on Hopper: all block sizes that fit into the register file."""
+        """Configs for more than 64 tokens on Hopper: all block sizes that fit into the register
+        file."""
         configs = []
         for groups, tokens in ((1, 64), (2, 64), (1, 128), (2, 128), (4, 64), (4, 128)):
             stages = 3 if tokens * groups == 64 else 4  # capped by shared memory
             for split in (False, True)[: self.chunks]:
                 # Accumulators: one of a chunk, and a second one of all chunks.
                 totals = 1 if split or self.chunks == 1 else 2
-                # With four warpgroups a thread has 128 registers: no room for unpacked weights, nor for
-                # the scales of 128 rows of x.
+                # With four warpgroups a thread has 128 registers: no room for unpacked weights, nor
+                # for the scales of 128 rows of x.
                 fits = not form.codec.unpacked and tokens * totals <= 128
                 if groups < 4 or (fits and (tokens <= 64 or not form.codec.x_scaled)):
                     size = dict(tokens=tokens, groups=groups, stages=stages)
@@ -135,7 +139,8 @@ class _Unit(NamedTuple):
 def _steps_of_chunk(
     n: jax.Array, c: jax.Array, chunks: int, num_steps: int
 ) -> tuple[jax.Array, int | jax.Array]:
-    """(first, number) of the steps of chunk c of a block's n-th unit, which has `chunks`; the last ones may have fewer."""
+    """(first, number) of the steps of chunk c of a block's n-th unit, which has `chunks`; the last
+    ones may have fewer."""
     per_chunk = pl.cdiv(num_steps, chunks)
     count = per_chunk
     if num_steps < per_chunk * chunks:
@@ -162,7 +167,7 @@ def product(
     codec, mma = form.codec, form.mma
     per_chunk = pl.cdiv(pl.cdiv(K, codec.step), config.chunks)
     splits = config.chunks if config.split else 1
-    # All splits have as many steps: those past K multiply zeros, which TMA puts into tiles outside of the array.
+    # All splits have as many steps: TMA puts zeros into tiles past K.
     num_steps = per_chunk if config.split else pl.cdiv(K, codec.step)
     groups, tokens = mma.groups(config.groups), config.tokens
     tile_sizes = (1, tokens, K, jnp.float32, groups)
@@ -170,8 +175,9 @@ def product(
     x = codec.arrange(x)
     row_tiles, token_tiles = pl.cdiv(N, groups * form.rows), pl.cdiv(R, tokens)
     units, blocks = row_tiles * token_tiles * splits, launch.device.num_sms
-    # A block of several warpgroups has a multiprocessor for itself. Where its units are short it stays for several of
-    # them, and loads the next one's tiles while it stores a result. Staged scales belong to one row tile.
+    # A block of several warpgroups has a multiprocessor for itself. Where its units are short it
+    # stays for several of them, and loads the next one's tiles while it stores a result. Staged
+    # scales belong to one row tile.
     persistent = groups > 1 and num_steps <= _FEW_STEPS and not codec.staged and blocks < units
     # The last axis varies fastest, so blocks that share a weight tile run together and hit L2.
     each_unit = dict(row=row_tiles, token=token_tiles, split=splits)
@@ -190,7 +196,7 @@ def product(
         x_scale_smem=None,  # e4m3 x: [stages, tokens or more] float32
         scale_smem=None,  # mxfp4: [groups, rows * K / 32] uint8
         scales_ready_barrier=None,
-        w_scale_smem=None,  # mxfp8: [stages, 1, 1, 1, 32, 16] e8m0, and x_scale_smem [stages, 1, 1, 32, 16]
+        w_scale_smem=None,  # mxfp8: [stages, 1, 1, 1, 32, 16] e8m0, x's [stages, 1, 1, 32, 16]
         **scratch,  # of the MMA
     ):
         *scale_refs, out_gmem = refs
@@ -213,7 +219,7 @@ def product(
             return _Unit(row, *tile_rows(form.rows, groups, row, N), token, split, offset)
 
         def ring_of(n, one: _Unit):
-            """(ring, `at`, `block_scale`) for the steps of the n-th unit and those that are loaded ahead.
+            """(ring, `at`, `block_scale`) for the steps of the n-th unit and those loaded ahead.
 
             A unit has at least `stages` steps, so these are of the next unit at most."""
             following, end = unit(n + 1), (n + 1) * num_steps
@@ -293,10 +299,9 @@ def product(
                     x_scales = x_scale_smem.at[slot, pl.ds(0, tokens)]
                 elif codec.mma_scaled:
                     x_scales, w_scales = x_scale_smem.at[slot], [w_scale_smem.at[place, 0]]
-                operands = Operands(
-                    tiles_smem, x_smem.at[slot], scales_smem, at(i)[1], x_scales, w_scales,
-                    is_first=lax.rem(at(i)[1], per_chunk) == 0,
-                )  # fmt: skip
+                scales = (scales_smem, at(i)[1], x_scales, w_scales)
+                is_first = lax.rem(at(i)[1], per_chunk) == 0
+                operands = Operands(tiles_smem, x_smem.at[slot], *scales, is_first=is_first)
                 totals = form.add_products(
                     totals, [factor], operands, refill, launch.interpret, **scratch
                 )

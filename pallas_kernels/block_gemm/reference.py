@@ -27,7 +27,8 @@ def linear(
     *,
     in_blocks: bool = False,
 ) -> jax.Array:
-    """With `in_blocks` a row's bits on a CPU do not depend on the number of rows, see `_product_of_blocks`."""
+    """With `in_blocks` a row's bits on a CPU do not depend on the number of rows, see
+    `_product_of_blocks`."""
     if scale is not None and formats.kind(weight, scale) == "fp8_tiles":
         weight = fp8_tiles.restore(weight)
     if x.dtype == jnp.float16:  # a scaled weight may be too small for float16
@@ -58,8 +59,8 @@ def product(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
 def _product_of_blocks(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
     """`product` of `ROWS` rows at a time.
 
-    XLA orders a sum over K by the number of rows. Where the next product quantises its rows, a difference in the last
-    bit can become half a step of e4m3.
+    XLA orders a sum over K by the number of rows. Where the next product quantises its rows, a
+    difference in the last bit can become half a step of e4m3.
     """
     *rows, K = x.shape
     x = x.reshape(-1, K)
@@ -110,8 +111,8 @@ def _tiled(
     num_tiles = N // TILE
 
     def tile(i: jax.Array | int, num_rows: int, num_scales: int) -> jax.Array:
-        # The barrier ties the weight to the loop index. Otherwise XLA on a CPU converts all of an fp8 weight
-        # before the loop.
+        # The barrier ties the weight to the loop index. Otherwise XLA on a CPU converts all of an
+        # fp8 weight before the loop.
         values, i = jax.lax.optimization_barrier((weight, i))
         values = jax.lax.dynamic_slice_in_dim(values, i * TILE, num_rows)
         factors = jax.lax.dynamic_slice_in_dim(scale, i * scale_rows, num_scales)

@@ -25,12 +25,14 @@ MMA_OF_MXFP8 = {100: r"tcgen05\.mma.*\.kind::mxf8f6f4\.block_scale"}
 """The block-scaled instruction: both operands are e4m3 with e8m0 scales of 32 columns."""
 
 Form = Literal["bf16", "fp8", "fp8_rows", "fp8_tiles", "fp8_tiles_rows", "mxfp4", "mxfp8"]
-"""Weight format: bfloat16, fp8 with one scale per block or per row, both in tiles, mxfp4 or mxfp8."""
+"""Weight format: bfloat16, fp8 with one scale per block or per row, both in tiles, mxfp4 or
+mxfp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """bfloat16 rows times a weight [outputs, inputs], float32 result; `half`: float16 rows, as norms store them for tiles.
+    """bfloat16 rows times a weight [outputs, inputs], float32 result; `half`: float16 rows, as
+    norms store them for tiles.
 
     The call includes the addition of the partial sums of a K-split, and with fp8 activations their
     quantisation.
@@ -68,7 +70,8 @@ def chips_of(form: Form) -> tuple[int, ...]:
 
 
 def _layers(model: str, rows: tuple[int, ...], **shapes: tuple[int, int]) -> dict[str, Spec]:
-    """Specs of each shape (outputs, inputs) at each number of rows; name suffixes: __fp8, __bias, __half."""
+    """Specs of each shape (outputs, inputs) at each number of rows; name suffixes: __fp8, __bias,
+    __half."""
     specs = {}
     for layer, (outputs, inputs) in shapes.items():
         name, *flags = layer.split("__")
@@ -80,13 +83,20 @@ def _layers(model: str, rows: tuple[int, ...], **shapes: tuple[int, int]) -> dic
     return specs
 
 
-# 8: one sequence with seven drafts; 12: an odd batch; 64, 256 and 1024: 8, 32 and 128 sequences; 4096: prefill.
+# 8: one sequence with seven drafts; 12: an odd batch; 64, 256 and 1024: 8, 32 and 128 sequences;
+# 4096: prefill.
 SPECS = {
-    **_layers("qwen3-moe", (8, 12, 64, 256, 1024, 4096), qkv__fp8=(5120, 2048), o__fp8=(2048, 4096)),
-    **_layers("qwen3-moe-tiles", (8, 64, 256, 1024, 4096), qkv__fp8_tiles__half=(5120, 2048), o__fp8_tiles=(2048, 4096)),
+    **_layers(
+        "qwen3-moe", (8, 12, 64, 256, 1024, 4096), qkv__fp8=(5120, 2048), o__fp8=(2048, 4096)
+    ),
+    **_layers(
+        "qwen3-moe-tiles", (8, 64, 256, 1024, 4096), qkv__fp8_tiles__half=(5120, 2048),
+        o__fp8_tiles=(2048, 4096),
+    ),
     **_layers("qwen3-moe", (8, 64, 256, 1024, 4096), router=(128, 2048)),
     **_layers("qwen3-moe", (8, 12, 64, 256, 1024), lm_head=(151936, 2048)),
-    # The drafter: fc reads three concatenated taps, and the first layer reads two concatenated inputs.
+    # The drafter: fc reads three concatenated taps, and the first layer reads two concatenated
+    # inputs.
     **_layers(
         "peagle",
         (8, 64, 256),
@@ -117,7 +127,8 @@ SPECS = {
         down__fp8=(5376, 21504),
     ),
     **_layers(
-        "gemma-31b-tiles", (8, 64, 256), gate_up__fp8_tiles__half=(43008, 5376), down__fp8_tiles=(5376, 21504)
+        "gemma-31b-tiles", (8, 64, 256), gate_up__fp8_tiles__half=(43008, 5376),
+        down__fp8_tiles=(5376, 21504),
     ),
     **{
         f"qwen3-moe-fp8-{name}-{R}": Spec(
@@ -126,8 +137,12 @@ SPECS = {
         for name, N, K in (("qkv", 5120, 2048), ("o", 2048, 4096))
         for R in (8, 64, 256, 1024, 4096)
     },
-    **_layers("qwen3-moe-mxfp8", (8, 64, 256, 1024, 4096), qkv__mxfp8=(5120, 2048), o__mxfp8=(2048, 4096)),
-    **_layers("llama-8b-mxfp8", (8, 64, 4096), gate_up__mxfp8=(28672, 4096), down__mxfp8=(4096, 14336)),
+    **_layers(
+        "qwen3-moe-mxfp8", (8, 64, 256, 1024, 4096), qkv__mxfp8=(5120, 2048), o__mxfp8=(2048, 4096)
+    ),
+    **_layers(
+        "llama-8b-mxfp8", (8, 64, 4096), gate_up__mxfp8=(28672, 4096), down__mxfp8=(4096, 14336)
+    ),
     "ragged": Spec(rows=21, outputs=224, inputs=448, bias=True),
     "one-row": Spec(rows=1, outputs=192, inputs=384, form="fp8"),
     **_layers("mxfp4", (8, 64, 4096), wide__mxfp4=(5120, 2880)),
@@ -162,7 +177,8 @@ def weight_of(form: Form, *shape: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def random_leaf(shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
-    """Random array: normal numbers; float32 scales are positive; uint8 codes give scales below 2."""
+    """Random array: normal numbers; float32 scales are positive; uint8 codes give scales below
+    2."""
     if shape.dtype == jnp.uint8:
         return jax.random.randint(key, shape.shape, 118, 128).astype(jnp.uint8)
     values = jax.random.normal(key, shape.shape)
@@ -198,10 +214,15 @@ def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtyp
     def run(x, weight, *rest):
         scale = None if spec.form == "bf16" else rest[0]
         return api.linear(
-            x, weight, scale=scale, bias=rest[-1] if spec.bias else None,
-            out_dtype=jnp.float32, activations=spec.activations, implementation="mosaic_gpu",
+            x,
+            weight,
+            scale=scale,
+            bias=rest[-1] if spec.bias else None,
+            out_dtype=jnp.float32,
+            activations=spec.activations,
+            implementation="mosaic_gpu",
             config=config,
-        )  # fmt: skip
+        )
 
     return run, args
 

@@ -30,8 +30,8 @@ def candidate_walk(
     """Takes the best candidate of each draft, given the one taken before it.
 
     The edge from candidate a of draft d-1 to candidate b of draft d is
-    `scale * <silu(before[a] + states[d]), after[b]>`, and b is the argmax of its value plus its edge; equal ones
-    by ascending index. Draft 1 has no edges.
+    `scale * <silu(before[a] + states[d]), after[b]>`, and b is the argmax of its value plus its
+    edge; equal ones by ascending index. Draft 1 has no edges.
 
     Args:
       ids: [B, J, C] int32, rows of the tables, of the candidates.
@@ -40,7 +40,8 @@ def candidate_walk(
       before, after: [V, r], both bfloat16 or float32.
       scale: factor of the edges.
     Returns:
-      (the candidates taken [B, J] int32, from 0 to C-1; edges [B, J, C, C] float32 from a to b, the last axis).
+      (the candidates taken [B, J] int32, from 0 to C-1; edges [B, J, C, C] float32 from a to b, the
+      last axis).
     Raises:
       NotImplementedError: the kernel is requested and does not support these arguments.
     """

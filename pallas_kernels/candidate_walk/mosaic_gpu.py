@@ -1,10 +1,11 @@
 """Kernel of the walk over candidates, for Hopper and Blackwell: one thread block per sequence.
 
 The drafts after the first are divided among warpgroups. For a draft, a warpgroup holds
-`silu(before[a] + states[d])` of the 16 candidates a as [16, r] in registers, eight threads for each a, and
-multiplies it with the row of each candidate b. A sum over r takes three shuffles, and no barrier. The rows
-of `before` come through shared memory, because each row of an array has an address of its own; those of
-`after` are the same for all a. Then the first warpgroup walks over the best candidates in shared memory.
+`silu(before[a] + states[d])` of the 16 candidates a as [16, r] in registers, eight threads for each
+a, and multiplies it with the row of each candidate b. A sum over r takes three shuffles, and no
+barrier. The rows of `before` come through shared memory, because each row of an array has an
+address of its own; those of `after` are the same for all a. Then the first warpgroup walks over the
+best candidates in shared memory.
 """
 
 import functools
@@ -19,7 +20,8 @@ from pallas_kernels.dispatch import Launch
 
 _C = 16
 _EACH = 2
-"""Drafts of a warpgroup, if that many warpgroups are enough. With more of them a thread has too few registers."""
+"""Drafts of a warpgroup, if that many warpgroups are enough. With more of them a thread has too few
+registers."""
 _MOST_GROUPS = 3
 _LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((16, 32), (4, 16), (4, 8), (4, 4))), (-8,), (-2, -7, -5, -3), -1
@@ -125,8 +127,8 @@ def candidate_walk(
             copied_barrier=plgpu.Barrier(num_arrivals=_C, num_barriers=J - 1),
             stored_barrier=plgpu.Barrier(num_arrivals=groups),
         ),
-        # Safe: barriers order each write to shared memory before the reads. Without scratch memory no
-        # reduction over several warps compiles, which warpgroups would share.
+        # Safe: barriers order each write to shared memory before the reads. Without scratch memory
+        # no reduction over several warps compiles, which warpgroups would share.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),

@@ -26,7 +26,8 @@ def candidate_walk(
 
 
 def best_after(values: jax.Array, edges: jax.Array) -> jax.Array:
-    """The best candidate after each of the position before: values [B, J, C], edges [B, J, C, C] -> [B, J, C]."""
+    """The best candidate after each of the position before: values [B, J, C], edges [B, J, C, C] ->
+    [B, J, C]."""
     return jnp.argmax(values[..., None, :] + edges, axis=-1).astype(jnp.int32)
 
 
@@ -34,8 +35,8 @@ def walk(best: jax.Array) -> jax.Array:
     """Follows the candidates of the positions, each given the one before.
 
     Args:
-      best: [B, J, C] int32, the candidate to take after each candidate of the position before; of the first
-        position column 0 is used.
+      best: [B, J, C] int32, the candidate to take after each candidate of the position before; of
+        the first position column 0 is used.
     Returns:
       [B, J] int32, the candidates taken.
     """

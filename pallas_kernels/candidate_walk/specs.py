@@ -1,4 +1,5 @@
-"""Workloads of supported models, for compile tests and benchmarks: seven drafts, selectors of rank 256."""
+"""Workloads of supported models, for compile tests and benchmarks: seven drafts, selectors of rank
+256."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

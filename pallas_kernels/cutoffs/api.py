@@ -9,8 +9,8 @@ from pallas_kernels.cutoffs import reference
 _COLUMNS = 128
 _LEAST = 1024
 _MOST = {90: 2**18, 100: 2**18, 120: 245_760}
-"""Most logits of a row by generation (`Device.sm`). Three quarters of them lie in the shared memory of eight thread
-blocks; a thread of the longest row has 256, of which it holds 64 in registers."""
+"""Most logits of a row by generation (`Device.sm`). Three quarters of them lie in the shared memory
+of eight thread blocks; a thread of the longest row has 256, of which it holds 64 in registers."""
 CHIPS = tuple(_MOST)
 """Generations with a kernel."""
 
@@ -25,12 +25,13 @@ def cutoffs(
 ) -> jax.Array:
     """The least limits that keep enough tokens of rows for top-k and top-p.
 
-    A token lies `below = |(logit - largest logit) * scale|` below the likeliest one, in float32. Top-k keeps the
-    least limit up to which there are `top_k` tokens. Among the tokens up to it, of weight exp(-below), top-p
-    keeps the least limit up to which their mass is `top_p` of the whole. The result is the lower one: exactly
-    one of the row's `below`, or infinity where no limit keeps enough. Where a mass is within rounding of its goal,
-    implementations may differ. A row that contains NaN, or has no finite maximum, may have any limit. A row's bits do
-    not depend on the others.
+    A token lies `below = |(logit - largest logit) * scale|` below the likeliest one, in float32.
+    Top-k keeps the least limit up to which there are `top_k` tokens. Among the tokens up to it, of
+    weight exp(-below), top-p keeps the least limit up to which their mass is `top_p` of the whole.
+    The result is the lower one: exactly one of the row's `below`, or infinity where no limit keeps
+    enough. Where a mass is within rounding of its goal, implementations may differ. A row that
+    contains NaN, or has no finite maximum, may have any limit. A row's bits do not depend on the
+    others.
 
     Args:
       logits: [..., V] float32.

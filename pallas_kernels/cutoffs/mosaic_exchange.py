@@ -1,16 +1,20 @@
-"""How the thread blocks of a cluster add up numbers: each warp sends its own to the shared memory of all blocks.
+"""How the thread blocks of a cluster add up numbers: each warp sends its own to the shared memory
+of all blocks.
 
-Every block has room for the numbers of all warps of its cluster, and a barrier that counts the bytes that arrive. A
-warp sends (`st.async`) and waits at its block's barrier; then it reads all numbers, one warp's a lane, and adds them.
-All warps of the cluster add them in the same order, so all have the same bits. No other barrier is needed:
+Every block has room for the numbers of all warps of its cluster, and a barrier that counts the
+bytes that arrive. A warp sends (`st.async`) and waits at its block's barrier; then it reads all
+numbers, one warp's a lane, and adds them. All warps of the cluster add them in the same order, so
+all have the same bits. No other barrier is needed:
 
-- Numbers go to a slot, and two slots take turns in the passes of a search. A warp sends to a slot again after it has
-  waited at the other one, where each warp sends only after it has read the first.
+- Numbers go to a slot, and two slots take turns in the passes of a search. A warp sends to a slot
+  again after it has waited at the other one, where each warp sends only after it has read the
+  first.
 - The barrier of a slot cannot complete before its block has armed it, so bytes may arrive before.
 - A block whose last wait is over is sent nothing more, so it may end.
 
-Mosaic's interpreter has no shared memory of other blocks. There the numbers go through device memory, with the same
-slots and a barrier of the cluster in place of the counted bytes, so that its race detector checks the turns of slots.
+Mosaic's interpreter has no shared memory of other blocks. There the numbers go through device
+memory, with the same slots and a barrier of the cluster in place of the counted bytes, so that its
+race detector checks the turns of slots.
 """
 
 import re
@@ -31,7 +35,8 @@ from pallas_kernels.peer_gather.words import asm
 WARPS, LANES = 4, 32
 PART = plgpu.Layout.TILED(plgpu.Tiling(((1, 4, 32), (1,))), (-3,), (-2,), -1)
 LAYOUT = PART.reduce(0)
-"""Row s of [4, 32] lies in warp s, column c in lane c. In `PART` so do those of each [4, 32] of [n, 4, 32]."""
+"""Row s of [4, 32] lies in warp s, column c in lane c. In `PART` so do those of each [4, 32] of
+[n, 4, 32]."""
 
 _SUMS, _BYTES = 3, 16
 """Most numbers of a warp, and the bytes that it sends."""
@@ -43,7 +48,8 @@ _NUMBERS, _BARRIERS = _SLOTS * LANES * 4, _SLOTS * 2
 
 
 class Memory(NamedTuple):
-    """What a kernel needs to exchange numbers: more outputs, and scratch by the fields of `Exchange`."""
+    """What a kernel needs to exchange numbers: more outputs, and scratch by the fields of
+    `Exchange`."""
 
     out: tuple[jax.ShapeDtypeStruct, ...]
     scratch: dict[str, Any]
@@ -89,8 +95,8 @@ class Exchange:
     def __call__(self, numbers: Sequence[jax.Array], slot: Any, turn: Any = 0) -> list[jax.Array]:
         """Numbers of the warps of this block, [4] each -> those of the cluster.
 
-        Each is [4, 32], all rows equal: column 4 b + w has the number of warp w in block b. With fewer than eight
-        blocks the columns repeat.
+        Each is [4, 32], all rows equal: column 4 b + w has the number of warp w in block b. With
+        fewer than eight blocks the columns repeat.
 
         Args:
           numbers: float32, at most three.
@@ -177,11 +183,12 @@ mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [barrier], $6;
 and.b32 entry, lane, MASK;
 mad.lo.u32 entry, entry, BYTES, numbers;
 ld.shared::cta.v4.f32 {$0, $1, $2, $3}, [entry];
-}"""
+}"""  # noqa: E501
 
 
 def _exchange(address: Any, slot: Any, turn: Any, numbers: list, blocks: int) -> list:
-    """Lane b of a warp sends its numbers to block b. Then lane 4 b + w reads those of warp w in block b.
+    """Lane b of a warp sends its numbers to block b. Then lane 4 b + w reads those of warp w in
+    block b.
 
     Thread 0 arms the block's barrier: it completes when all numbers of the cluster have arrived.
     """

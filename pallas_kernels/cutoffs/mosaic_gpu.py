@@ -1,19 +1,21 @@
-"""Kernel of the cutoffs of top-k and top-p, for Hopper and Blackwell: one cluster of thread blocks per row.
+"""Kernel of the cutoffs of top-k and top-p, for Hopper and Blackwell: one cluster of thread blocks
+per row.
 
-A block reads its part of the row once. The bits of floats that are not negative are ordered as the floats, so 16
-passes over the part find a limit, two bits each: they add up the tokens, or their mass, up to three limits.
+A block reads its part of the row once. The bits of floats that are not negative are ordered as the
+floats, so 16 passes over the part find a limit, two bits each: they add up the tokens, or their
+mass, up to three limits.
 
-Few logits are large. So of each four values of a thread the largest stays in a register (`few`), and the others lie
-in shared memory (`rest`). A limit that is found among the few is exact unless some of the rest is within it, which
-one comparison tells; only then are all searched:
+Few logits are large. So of each four values of a thread the largest stays in a register (`few`),
+and the others lie in shared memory (`rest`). A limit that is found among the few is exact unless
+some of the rest is within it, which one comparison tells; only then are all searched:
 
     load      logits -> few, rest; the largest of both, in the cluster
     top-k     the limit among the few; among all if that was not enough
     mass      of few and of all tokens up to the limit
     top-p     the limit among the few, if their mass is enough for the goal; among all if not
 
-A step that a row does not ask for is a loop of no turns. All blocks of a cluster take the same turns: what decides
-is computed from numbers that all have, in the same order.
+A step that a row does not ask for is a loop of no turns. All blocks of a cluster take the same
+turns: what decides is computed from numbers that all have, in the same order.
 """
 
 import functools
@@ -42,8 +44,8 @@ from pallas_kernels.dispatch import Launch
 _SHARE = 4
 """Values of a thread of which the largest is one of the few."""
 _FEW = 4
-"""Pieces of the few; the rest has three times as many. Larger pieces take more registers, and more pieces longer to
-compile."""
+"""Pieces of the few; the rest has three times as many. Larger pieces take more registers, and more
+pieces longer to compile."""
 _MOST = 160
 """Values of a thread, if more blocks could share the row."""
 _PASSES, _BITS = 16, 2
@@ -68,7 +70,8 @@ class _Plan(NamedTuple):
     @classmethod
     def of(cls, V: int) -> "_Plan":
         columns = V // (WARPS * LANES)
-        # With one block an H200 reports an illegal instruction: that is probably no cluster for `st.async`.
+        # With one block an H200 reports an illegal instruction: that is probably no cluster for
+        # `st.async`.
         blocks = next(n for n in (2, 4, 8) if n == 8 or columns <= n * _MOST)
         return cls(columns, blocks, pl.cdiv(columns, blocks * _SHARE * _FEW))
 
@@ -84,8 +87,8 @@ class _Plan(NamedTuple):
 
     @property
     def likely(self) -> int:
-        """Most tokens of top-k that are searched among the few first. Among k random places of the row there are
-        two with the same largest value with a probability of about 1.5 k**2 / V."""
+        """Most tokens of top-k that are searched among the few first. Among k random places of the
+        row there are two with the same largest value with a probability of about 1.5 k**2 / V."""
         return math.isqrt(self.columns * WARPS * LANES) // 2
 
 
@@ -127,7 +130,8 @@ def cutoffs(
             rest_smem=plgpu.SMEM((plan.rest, plan.piece, WARPS, LANES), jnp.float32),
             **exchanges.scratch,
         ),
-        # Safe: a thread reads what another one wrote in `Exchange` and in `_any` only, behind their barriers.
+        # Safe: a thread reads what another one wrote in `Exchange` and in `_any` only, behind their
+        # barriers.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=64, approx_math=True
         ),
@@ -142,7 +146,8 @@ def cutoffs(
 
 
 class _Row(NamedTuple):
-    """A block's part of a row: how far each logit lies below the largest one; infinite where there is no logit.
+    """A block's part of a row: how far each logit lies below the largest one; infinite where there
+    is no logit.
 
     Attributes:
       few: pieces [n, 4, 32] in registers.
@@ -187,8 +192,8 @@ def _load(plan: _Plan, logits_gmem, scale, block, rest_smem, exchange: Exchange)
     number = plgpu.broadcasted_iota(jnp.int32, (n, WARPS, LANES), 0, layout=PART)
 
     def load(quarter):
-        # The last pieces end with the row. What one shares with the piece before does not count, and nothing
-        # counts of a piece that does not exist.
+        # The last pieces end with the row. What one shares with the piece before does not count,
+        # and nothing counts of a piece that does not exist.
         firsts = [(block * _SHARE + quarter) * plan.few + i * n for i in range(_FEW)]
         begins = [lax.min(first, plan.columns - n) for first in firsts]
         pieces = [_read(logits_gmem.at[pl.ds(begin, n)]) for begin in begins]
@@ -227,7 +232,8 @@ def _top_k(row: _Row, top_k, likely: int) -> jax.Array:
 
 
 def _top_p(row: _Row, top_p, limit) -> jax.Array:
-    """Bits of the limit [4] of top-p among the tokens up to a limit [4]; of infinity if it is off."""
+    """Bits of the limit [4] of top-p among the tokens up to a limit [4]; of infinity if it is
+    off."""
     asks = (top_p < 1.0).astype(jnp.int32)
     weigh = lambda x: jnp.exp2(x * -_LOG2_E)
     limits = [_float(limit)]
@@ -263,7 +269,8 @@ def _least_with(row: _Row, goal, weigh: Callable, asks, likely) -> jax.Array:
         def find_bits(i, bits):
             shift = _BITS * (_PASSES - 1 - i)
             most = jnp.where(i == 0, 1, 3)  # the first pass finds one bit, because the sign is 0
-            # The bits below those of this pass are 1: a sum is over all limits that begin as its own.
+            # The bits below those of this pass are 1: a sum is over all limits that begin as its
+            # own.
             ends = [(jnp.minimum(k, most + 1) << shift) - 1 for k in range(1, 1 << _BITS)]
             limits = [_float(bits + end) for end in ends]
             sums = row.add_rest(row.add_few(limits, weigh), limits, weigh, whole)

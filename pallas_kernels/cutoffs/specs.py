@@ -1,4 +1,5 @@
-"""Workloads of supported models, for compile tests and benchmarks: the rows that a round verifies."""
+"""Workloads of supported models, for compile tests and benchmarks: the rows that a round
+verifies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ MMA: dict[int, str] = {}
 class Spec:
     """Logits of `rows` over `width` tokens, of which all have the same rules.
 
-    `spread` is the standard deviation of the logits: with 3 most of the mass lies in few tokens, as in trained models,
-    and with 1, as of random weights, in most of them.
+    `spread` is the standard deviation of the logits: with 3 most of the mass lies in few tokens, as
+    in trained models, and with 1, as of random weights, in most of them.
     """
 
     rows: int

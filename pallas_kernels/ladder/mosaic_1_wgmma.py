@@ -1,13 +1,13 @@
 """Step 1: a product on tensor cores. One warpgroup a block, plain loads, nothing overlaps.
 
-A block owns 64 rows of the weight. Its loop over K loads a tile through registers into shared memory,
-multiplies it with wgmma, waits, and only then loads the next one:
+A block owns 64 rows of the weight. Its loop over K loads a tile through registers into shared
+memory, multiplies it with wgmma, waits, and only then loads the next one:
 
     memory   [load 0]          [load 1]          [load 2]
     tensor            [mma 0]           [mma 1]           [mma 2]
 
-The weight is wgmma's first operand (64 rows) and the tokens are the second one (8 columns at least):
-with the tokens first, 56 of 64 rows would be padding.
+The weight is wgmma's first operand (64 rows) and the tokens are the second one (8 columns at
+least): with the tokens first, 56 of 64 rows would be padding.
 """
 
 import functools
@@ -30,7 +30,8 @@ PAIRS = plgpu.Layout.WGMMA_TRANSPOSED
 
 @functools.partial(jax.jit, static_argnames="launch")
 def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
-    """x [R, >= K] bfloat16 times w [N, K] bfloat16: bfloat16 [R, N]. Columns of x past K are ignored."""
+    """x [R, >= K] bfloat16 times w [N, K] bfloat16: bfloat16 [R, N]. Columns of x past K are
+    ignored."""
     check(x, w)
     R, (N, K) = x.shape[0], w.shape
 

@@ -1,7 +1,8 @@
-"""Step 2: copies by TMA into a ring of tiles. The copies of the next steps run while one is multiplied.
+"""Step 2: copies by TMA into a ring of tiles. The copies of the next steps run while one is
+multiplied.
 
-One thread starts a copy of a whole tile; the copy engine (TMA) moves it, swizzles it and reports to a
-barrier. The registers hold no tile, and the threads compute no addresses. With STAGES = 4:
+One thread starts a copy of a whole tile; the copy engine (TMA) moves it, swizzles it and reports to
+a barrier. The registers hold no tile, and the threads compute no addresses. With STAGES = 4:
 
     slot 0   [load 0]             [mma 0] [load 4 ...          ] [mma 4]
     slot 1   [load 1]                     [mma 1] [load 5 ...          ]
@@ -26,7 +27,8 @@ STAGES = 4
 
 @functools.partial(jax.jit, static_argnames="launch")
 def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
-    """x [R, >= K] bfloat16 times w [N, K] bfloat16: bfloat16 [R, N]. Columns of x past K are ignored."""
+    """x [R, >= K] bfloat16 times w [N, K] bfloat16: bfloat16 [R, N]. Columns of x past K are
+    ignored."""
     check(x, w)
     R, (N, K) = x.shape[0], w.shape
     num_steps = K // STEP

@@ -1,13 +1,13 @@
 """Step 3: a warpgroup that only loads, and two that only multiply (warp specialisation).
 
-The producer waits for free slots and never for a product; the consumers wait for tiles and never for an
-address. Two barriers a slot hand it back and forth:
+The producer waits for free slots and never for a product; the consumers wait for tiles and never
+for an address. Two barriers a slot hand it back and forth:
 
     producer    wait free -> start copies -> (TMA arrives at ready)
     consumers   wait ready -> multiply -> arrive at free
 
-Both consumers, each with 64 rows of the weight, read the same tile of x. Half as many blocks read x, and
-with 64 tokens a tile of x is as large as a tile of the weight.
+Both consumers, each with 64 rows of the weight, read the same tile of x. Half as many blocks read
+x, and with 64 tokens a tile of x is as large as a tile of the weight.
 """
 
 import functools
@@ -28,7 +28,8 @@ PRODUCER = GROUPS
 
 @functools.partial(jax.jit, static_argnames="launch")
 def product(x: jax.Array, w: jax.Array, launch: Launch) -> jax.Array:
-    """x [R, >= K] bfloat16 times w [N, K] bfloat16: bfloat16 [R, N]. Columns of x past K are ignored."""
+    """x [R, >= K] bfloat16 times w [N, K] bfloat16: bfloat16 [R, N]. Columns of x past K are
+    ignored."""
     check(x, w)
     R, (N, K) = x.shape[0], w.shape
     num_steps, tile = K // STEP, GROUPS * ROWS

@@ -1,14 +1,15 @@
 """Step 4: one block for each multiprocessor, which works on units until none is left; K is split.
 
-A unit is 128 rows of the weight and one chunk of K. Block b takes units b, b + blocks, ... The ring does not
-end with a unit: while the consumers store a result, the producer already fills slots for the next unit.
+A unit is 128 rows of the weight and one chunk of K. Block b takes units b, b + blocks, ... The ring
+does not end with a unit: while the consumers store a result, the producer already fills slots for
+the next unit.
 
     producer    unit 0 ............|unit 132 ............|unit 264 .....
     consumers       unit 0 ............|store|unit 132 ............|store
 
-A small weight has fewer tiles of rows than the chip has multiprocessors, so K is cut into chunks, each with
-a partial sum of its own. The chunks follow from the weight's shape and the chip, and their sums are added
-in ascending order: a row has the same bits however many rows are beside it.
+A small weight has fewer tiles of rows than the chip has multiprocessors, so K is cut into chunks,
+each with a partial sum of its own. The chunks follow from the weight's shape and the chip, and
+their sums are added in ascending order: a row has the same bits however many rows are beside it.
 """
 
 import functools
@@ -25,14 +26,16 @@ from pallas_kernels.dispatch import Launch
 from pallas_kernels.ladder.tiles import GROUPS, ROWS, STEP, check, store_transposed, swizzled
 
 STAGES = 6
-"""A block has a multiprocessor to itself: 96 KB of the weight are under way, and x with up to 64 rows fits."""
+"""A block has a multiprocessor to itself: 96 KB of the weight are under way, and x with up to 64
+rows fits."""
 
 PRODUCER, TILE = GROUPS, GROUPS * ROWS
 ZEROS = plgpu.OOBFillMode.ZEROS
 
 
 def chunks(N: int, K: int, num_sms: int, step: int = STEP) -> int:
-    """Chunks of K: the fewest with which 90 % of the multiprocessors have a unit, of two steps at least."""
+    """Chunks of K: the fewest with which 90 % of the multiprocessors have a unit, of two steps at
+    least."""
     tiles, steps = N // TILE, K // step
     most = max(1, steps // 2)
     num_chunks = next((n for n in range(1, most) if tiles * n >= 0.9 * num_sms), most)
@@ -49,12 +52,13 @@ def declare(
     weight: jnp.dtype,
     name: str,
 ) -> Callable:
-    """The kernel that runs `body` in `blocks` blocks: a producer and `GROUPS` consumers around a ring.
+    """The kernel that runs `body` in `blocks` blocks: a producer and `GROUPS` consumers around a
+    ring.
 
     Args:
-      body: its last arguments are x_smem [STAGES, *tile] bfloat16, w_smem [STAGES, TILE, tile[1]], out_smem
-        [GROUPS, tile[0], ROWS], ready_barrier (x and the weight are in a slot) and free_barrier (the
-        consumers have read it), each barrier one for each slot.
+      body: its last arguments are x_smem [STAGES, *tile] bfloat16, w_smem [STAGES, TILE, tile[1]],
+        out_smem [GROUPS, tile[0], ROWS], ready_barrier (x and the weight are in a slot) and
+        free_barrier (the consumers have read it), each barrier one for each slot.
       tile: rows and columns of x in a step.
       weight: dtype of the weight's values.
     """

@@ -1,15 +1,16 @@
 """Step 5: weights in FP8 with a scale for each block of 128 x 128, converted in registers.
 
-Half the bytes of step 4. A consumer loads its tile from shared memory into registers, gives each thread the
-elements that wgmma expects of it, converts them to bfloat16, which is exact, and multiplies from there:
+Half the bytes of step 4. A consumer loads its tile from shared memory into registers, gives each
+thread the elements that wgmma expects of it, converts them to bfloat16, which is exact, and
+multiplies from there:
 
     shared memory        registers                          tensor core
     e4m3 [64, 128]  ->   e4m3  ->  float32  ->  bfloat16  ->  product [64, R]
                                                               total += product x scale
 
-A step of K is a block of scales, so its product is multiplied by one number and added to a float32 total.
-Tensor cores could multiply e4m3 directly, but then the tokens would be rounded to e4m3 too, and Hopper's
-sums of e4m3 products keep fewer bits than float32.
+A step of K is a block of scales, so its product is multiplied by one number and added to a float32
+total. Tensor cores could multiply e4m3 directly, but then the tokens would be rounded to e4m3 too,
+and Hopper's sums of e4m3 products keep fewer bits than float32.
 """
 
 import functools
@@ -39,8 +40,8 @@ from pallas_kernels.ladder.tiles import ROWS, check, store_transposed
 def unpack(tile_smem: Any) -> jax.Array:
     """e4m3 [ROWS, BLOCK] in shared memory to bfloat16 in registers, as wgmma's first operand.
 
-    Threads exchange bytes (the change of layout) while elements have 8 bits: half as many shuffles. Hopper
-    converts e4m3 to float16 only; through float32 to bfloat16 it is exact.
+    Threads exchange bytes (the change of layout) while elements have 8 bits: half as many shuffles.
+    Hopper converts e4m3 to float16 only; through float32 to bfloat16 it is exact.
     """
     packed_reg = plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA_UPCAST_2X)
     packed_reg = plgpu.layout_cast(packed_reg, plgpu.Layout.WGMMA)
@@ -77,7 +78,8 @@ def scaled_product(
 
     Args:
       n: the unit is the block's n-th of `own_units`, each of `num_steps` steps.
-      block_scale: float32 scale of the unit's i-th step; i may be `num_steps`, whose scale is not used.
+      block_scale: float32 scale of the unit's i-th step; i may be `num_steps`, whose scale is not
+        used.
       x_smem: [STAGES, R, BLOCK] bfloat16; w_smem [STAGES, TILE, BLOCK] e4m3.
     """
 
@@ -158,9 +160,17 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, launch: Launch) -
                     return scale_gmem[tile, jnp.minimum(chunk * num_steps + i, K // BLOCK - 1)]
 
                 total_reg = scaled_product(
-                    n, own_units, num_steps, block_scale, group,
-                    x_smem, w_smem, ready_barrier, free_barrier, launch.interpret,
-                )  # fmt: skip
+                    n,
+                    own_units,
+                    num_steps,
+                    block_scale,
+                    group,
+                    x_smem,
+                    w_smem,
+                    ready_barrier,
+                    free_barrier,
+                    launch.interpret,
+                )
                 out_rows = pl.ds(tile * TILE + group * ROWS, ROWS)
                 store_transposed(total_reg, out_smem.at[group], out_gmem.at[chunk, :, out_rows])
                 return carry

@@ -1,15 +1,17 @@
-"""Step 6: the product of a mixture of experts. Each row has chosen experts; each expert has its own weight.
+"""Step 6: the product of a mixture of experts. Each row has chosen experts; each expert has its own
+weight.
 
-A plan sorts the chosen rows by expert and cuts them into items: `tokens` rows that belong to one expert,
-padded with zeros. With experts 0 to 3, three rows that choose two experts each, and 8 tokens an item:
+A plan sorts the chosen rows by expert and cuts them into items: `tokens` rows that belong to one
+expert, padded with zeros. With experts 0 to 3, three rows that choose two experts each, and 8
+tokens an item:
 
     row 0: 1, 3      item 0: expert 1: rows 0, 2 and 6 of padding
     row 1: 2, 3      item 1: expert 2: rows 1, 2 and 6 of padding
     row 2: 1, 2      item 2: expert 3: rows 0, 1 and 6 of padding
 
-Expert 0 has no item, so its weight is not read. A unit of step 5's loop is an item and 128 rows of its
-expert's weight; how many there are is read from memory. K is short and experts are many, so K is not split
-and the ring, which does not end with a unit, matters more: a unit has 6 or 16 steps.
+Expert 0 has no item, so its weight is not read. A unit of step 5's loop is an item and 128 rows of
+its expert's weight; how many there are is read from memory. K is short and experts are many, so K
+is not split and the ring, which does not end with a unit, matters more: a unit has 6 or 16 steps.
 """
 
 import functools
@@ -36,8 +38,8 @@ def plan(x: jax.Array, ids: jax.Array, num_experts: int, tokens: int) -> tuple[j
       ids: int32 [k, R], the experts that each row chose.
       tokens: rows of an item, a multiple of 8.
     Returns:
-      The rows of all items [items * tokens, K], unused ones zero, and the worklist; `slots` [k, R] says
-      where a row's results will stand.
+      The rows of all items [items * tokens, K], unused ones zero, and the worklist; `slots` [k, R]
+      says where a row's results will stand.
     """
     work = make_worklist(ids, num_experts, tokens, shared=False)
     rows = jnp.zeros((work.items * tokens, x.shape[1]), x.dtype)
@@ -55,7 +57,8 @@ def product(
     tokens: int,
     launch: Launch,
 ) -> jax.Array:
-    """Each item times its expert's weight: bfloat16 [items * tokens, N], unspecified from `num_items` on."""
+    """Each item times its expert's weight: bfloat16 [items * tokens, N], unspecified from
+    `num_items` on."""
     check(x, values, BLOCK)
     N, K = values.shape[1:]
     num_steps, row_tiles = K // BLOCK, N // TILE
@@ -79,7 +82,8 @@ def product(
         own_units = lax.div(num_units - block + blocks - 1, blocks)
 
         def locate(unit):
-            """(item, tile of weight rows) of the block's n-th unit; tiles of an item are neighbours."""
+            """(item, tile of weight rows) of the block's n-th unit; tiles of an item are
+            neighbours."""
             unit = block + unit * blocks
             return lax.div(unit, row_tiles), lax.rem(unit, row_tiles)
 
@@ -117,9 +121,17 @@ def product(
                     return scale_gmem[expert, tile, jnp.minimum(i, num_steps - 1)]
 
                 total_reg = scaled_product(
-                    n, own_units, num_steps, block_scale, group,
-                    x_smem, w_smem, ready_barrier, free_barrier, launch.interpret,
-                )  # fmt: skip
+                    n,
+                    own_units,
+                    num_steps,
+                    block_scale,
+                    group,
+                    x_smem,
+                    w_smem,
+                    ready_barrier,
+                    free_barrier,
+                    launch.interpret,
+                )
                 rows, out_rows = (
                     pl.ds(item * tokens, tokens),
                     pl.ds(tile * TILE + group * ROWS, ROWS),
@@ -132,7 +144,12 @@ def product(
 
     out_type = jax.ShapeDtypeStruct((x.shape[0], N), x.dtype)
     kernel = declare(
-        body, out_type, launch, blocks=blocks, tile=(tokens, BLOCK), weight=values.dtype,
+        body,
+        out_type,
+        launch,
+        blocks=blocks,
+        tile=(tokens, BLOCK),
+        weight=values.dtype,
         name="ladder_grouped",
-    )  # fmt: skip
+    )
     return kernel(x, values, scale, experts, num_items)

@@ -21,7 +21,8 @@ def grouped(
     *,
     tokens: int,
 ) -> jax.Array:
-    """Each item of `tokens` rows times its expert's weight, zero from `num_items` on: [items * tokens, N]."""
+    """Each item of `tokens` rows times its expert's weight, zero from `num_items` on:
+    [items * tokens, N]."""
     items = x.shape[0] // tokens
 
     def one(item: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:

@@ -1,4 +1,5 @@
-"""Workloads of the ladder (docs/ladder.md), for compile tests and `peagle-bench kernels --ladder`."""
+"""Workloads of the ladder (docs/ladder.md), for compile tests and
+`peagle-bench kernels --ladder`."""
 
 import functools
 import importlib
@@ -31,7 +32,8 @@ class Spec:
       weight: name of the weight.
       experts: step 6: experts that have a weight of this shape.
       top_k: step 6: experts that each row chooses.
-      touched: step 6: different experts that all rows choose; about as many as random routing gives.
+      touched: step 6: different experts that all rows choose; about as many as random routing
+        gives.
     """
 
     step: Step
@@ -52,7 +54,8 @@ class Spec:
         return weights + 2 * rows * (self.inputs + self.outputs)
 
 
-# A weight large enough to reach the bandwidth, and one with fewer tiles of rows than multiprocessors.
+# A weight large enough to reach the bandwidth, and one with fewer tiles of rows than
+# multiprocessors.
 _DENSE = {"llama-8b-gate-up": (28672, 4096), "qwen3-moe-qkv": (5120, 2048)}
 _EXPERTS = {"qwen3-moe-gate-up": (1536, 2048), "qwen3-moe-down": (2048, 768)}
 
@@ -78,9 +81,11 @@ SPECS = {
 
 
 def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """(function, args): x, the weight and its scale, if any; for step 6 also experts and their number.
+    """(function, args): x, the weight and its scale, if any; for step 6 also experts and their
+    number.
 
-    x has as many columns as the result, if the weight has fewer: so a result can be the next call's x.
+    x has as many columns as the result, if the weight has fewer: so a result can be the next call's
+    x.
     """
     make = jax.ShapeDtypeStruct
     columns = max(spec.inputs, spec.outputs)
@@ -104,7 +109,8 @@ def _run(step: Step, *args: jax.Array) -> jax.Array:
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Random arguments for `build`. Results have about the size of x, so that calls can be chained."""
+    """Random arguments for `build`. Results have about the size of x, so that calls can be
+    chained."""
     shapes = build(spec)[1]
     keys = jax.random.split(key, len(shapes))
     x, values = (random_leaf(shape, one) for shape, one in zip(shapes[:2], keys, strict=False))

@@ -1,4 +1,5 @@
-"""Common parts of the ladder's steps: tile sizes, shared-memory layout, and the store of a result."""
+"""Common parts of the ladder's steps: tile sizes, shared-memory layout, and the store of a
+result."""
 
 from typing import Any
 
@@ -26,7 +27,8 @@ def swizzled(dtype: jnp.dtype) -> tuple:
 
 
 def store_transposed(product_reg: jax.Array, out_smem: Any, out_gmem: Any) -> None:
-    """Stores product_reg [ROWS, R] of a warpgroup to out_gmem [R, ROWS] through out_smem [R, ROWS]."""
+    """Stores product_reg [ROWS, R] of a warpgroup to out_gmem [R, ROWS] through out_smem
+    [R, ROWS]."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
     product_reg = product_reg.astype(out_gmem.dtype)
     out_smem.T[...] = plgpu.layout_cast(product_reg, plgpu.Layout.WGMMA_TRANSPOSED)

@@ -28,13 +28,14 @@ def route(
 
     Experts with a logit of -inf come last and have weight 0, unless a row has no others.
 
-    With logits [0, 3, 1] and top_k 2 the ids are [1, 2]; weights are softmax([3, 1]) when normalised,
-    else the second and third entry of softmax([0, 3, 1]).
+    With logits [0, 3, 1] and top_k 2 the ids are [1, 2]; weights are softmax([3, 1]) when
+    normalised, else the second and third entry of softmax([0, 3, 1]).
 
     Args:
       logits: [R, E] float32.
       top_k: experts per row.
-      normalize: softmax over the chosen logits; otherwise over all, and the weights sum to less than 1.
+      normalize: softmax over the chosen logits; otherwise over all, and the weights sum to less
+        than 1.
     Returns:
       (weights [R, k] float32, ids [R, k] int32), the largest first.
     Raises:
@@ -72,9 +73,10 @@ def moe(
 ) -> jax.Array:
     """Each row's weighted sum over its experts of `down(activation(gate(x), up(x)))`.
 
-    Products have float32 accumulation; biases, activation and the sum over experts are float32. The router weight
-    multiplies the expert's result, which includes down's bias. Rows of down and results are rounded to the dtype of
-    the stream (`activations.result_dtype`). A row's result does not depend on the other rows.
+    Products have float32 accumulation; biases, activation and the sum over experts are float32. The
+    router weight multiplies the expert's result, which includes down's bias. Rows of down and
+    results are rounded to the dtype of the stream (`activations.result_dtype`). A row's result does
+    not depend on the other rows.
 
     Args:
       x: [R, D] in the dtype of the stream, or in `row_dtype` of gate_up.
@@ -84,8 +86,9 @@ def moe(
       down: values [E, D, F], bias [E, D].
       limit: None: `silu(gate) * up`. Else GPT-OSS's activation: with gate at most `limit` and up in
         [-limit, limit], `(up + 1) * gate * sigmoid(1.702 gate)`.
-      activations: "fp8" quantises the rows that fp8 weights multiply (`pallas_kernels.activations`); rows that
-        mxfp8 weights multiply are always quantised as these are.
+      activations: "fp8" quantises the rows that fp8 weights multiply
+        (`pallas_kernels.activations`); rows that mxfp8 weights multiply are always quantised as
+        these are.
     Returns:
       [R, D] in the dtype of the stream.
     Raises:
@@ -106,7 +109,8 @@ def moe(
 
 
 class Mixture(NamedTuple):
-    """Results of the experts before the sum: row r is `sum_j weights[j, r] values[rows[j, r]]`, in float32.
+    """Results of the experts before the sum: row r is `sum_j weights[j, r] values[rows[j, r]]`, in
+    float32.
 
     Attributes:
       values: [P, D] in the dtype of the stream.
@@ -119,7 +123,8 @@ class Mixture(NamedTuple):
     rows: jax.Array
 
     def added(self, num_rows: int) -> jax.Array:
-        """The sum [R, D], rounded once to the dtype of `values`; parts of weight 0 need no value."""
+        """The sum [R, D], rounded once to the dtype of `values`; parts of weight 0 need no
+        value."""
         weights = self.weights[:, :num_rows, None]
         parts = self.values[self.rows[:, :num_rows]] * weights
         return add_in_order(jnp.where(weights != 0, parts, 0)).astype(self.values.dtype)
@@ -157,8 +162,8 @@ def mixture(
       router_bias: [E] or None.
       top_k, normalize: as in `route`.
       form: how the experts compute.
-      first: [] int32. `gate_up` and `down` are those of the experts from here on, and other experts are left
-        out: their parts have weight 0 and no value. None: all E experts are there.
+      first: [] int32. `gate_up` and `down` are those of the experts from here on, and other experts
+        are left out: their parts have weight 0 and no value. None: all E experts are there.
     Returns:
       k parts per row, or one from the reference, which adds them already.
     Raises:
@@ -320,7 +325,8 @@ def run_experts(
 
 
 def _mxfp8_rows(x, work: Worklist, config, launch) -> tuple[jax.Array, jax.Array]:
-    """Rows of the items in mxfp8, all rows if the items share them, and their scales (`mxfp8.pack`)."""
+    """Rows of the items in mxfp8, all rows if the items share them, and their scales
+    (`mxfp8.pack`)."""
     from pallas_kernels.moe import mosaic_route
 
     if config.shared:

@@ -1,8 +1,8 @@
 """Grouped GEMM kernels of a mixture of experts; only the weights of chosen experts are read.
 
-The worklist (`worklist.Worklist`) divides the rows into items: `tokens` rows of a buffer that belong to one
-expert. A block multiplies one weight tile of an expert with one item. The grid covers the largest possible
-number of items; blocks past `num_items` return immediately.
+The worklist (`worklist.Worklist`) divides the rows into items: `tokens` rows of a buffer that
+belong to one expert. A block multiplies one weight tile of an expert with one item. The grid covers
+the largest possible number of items; blocks past `num_items` return immediately.
 """
 
 import functools
@@ -33,8 +33,8 @@ class TuningConfig:
     """Tile sizes; the result's bits do not depend on them.
 
     Attributes:
-      tokens: rows of an item: 8, 16, 32 or 64; on Hopper any multiple of 8 up to 80, and 128 quantised rows,
-        whose weights are not unpacked in registers.
+      tokens: rows of an item: 8, 16, 32 or 64; on Hopper any multiple of 8 up to 80, and 128
+        quantised rows, whose weights are not unpacked in registers.
       shared: all items read the same rows of x, so rows need no sorting by expert.
       stages: preferred pipeline stages of gate_up and down, see `Format.stages`.
     """
@@ -47,10 +47,12 @@ class TuningConfig:
     def choose(
         cls, R: int, E: int, top_k: int, *, hopper: bool, quantized: bool, tiled: bool = False
     ) -> "TuningConfig":
-        """Config for R rows, which are quantised or not, and weights whose tiles are contiguous or not.
+        """Config for R rows, which are quantised or not, and weights whose tiles are contiguous or
+        not.
 
-        An item loads and unpacks the weights of its expert again, so most experts should need the fewest items possible.
-        An expert has `busy` rows on average, and their deviation is about the root of it.
+        An item loads and unpacks the weights of its expert again, so most experts should need the
+        fewest items possible. An expert has `busy` rows on average, and their deviation is about
+        the root of it.
         """
         if R <= 16:  # one item holds all rows
             return cls(8 if R <= 8 else 16, True, (4 if tiled else 2, 3))
@@ -104,7 +106,8 @@ def _grouped(
       finish: epilogue; maps `parts` totals float32 [rows, tokens] to one.
       arranged: store the columns in the order that mxfp4 products expect.
       x_scale: float32 [K / 128, rows'], rows' a multiple of 4; of mxfp8 rows uint8
-        [items, ceil(K / 128), 32, 16] (`mxfp8.pack` with tiles of `tokens`), or one item if `shared`.
+        [items, ceil(K / 128), 32, 16] (`mxfp8.pack` with tiles of `tokens`), or one item if
+        `shared`.
     """
     K = x.shape[1]
     N = formats.logical_shape(weight.values, weight.scale)[-2]
@@ -119,7 +122,9 @@ def _grouped(
         x_gmem,  # [rows, K]
         experts_gmem,  # [items or more] int32
         num_items_gmem,  # [1 or more] int32
-        w_gmem,  # [E, parts, N, K], mxfp4 [E, parts, N, K / 2], fp8 tiles [E, parts, N / 64, K / 128, 512, 16]
+        # [E, parts, N, K], mxfp4 [E, parts, N, K / 2], fp8 tiles [E, parts, N / 64, K / 128, 512,
+        # 16]
+        w_gmem,
         *refs,  # scale, bias and scale of x, if any; out_gmem bfloat16 [items * tokens, N]
         w_smem,  # [stages, parts, rows, width], or fp8 tiles [stages, parts, 512, 16]
         x_smem,  # [stages, tokens, step]
@@ -128,7 +133,8 @@ def _grouped(
         x_scale_smem=None,  # e4m3 x: [stages, tokens or more] float32
         scale_smem=None,  # mxfp4: [parts, rows * K / 32] uint8
         scales_ready_barrier=None,
-        w_scale_smem=None,  # mxfp8: [stages, parts, 1, 1, 32, 16] e8m0, and x_scale_smem [stages, 1, 1, 32, 16]
+        # mxfp8: [stages, parts, 1, 1, 32, 16] e8m0, and x_scale_smem [stages, 1, 1, 32, 16]
+        w_scale_smem=None,
         **scratch,  # of the MMA
     ):
         *optional, out_gmem = refs

@@ -1,15 +1,17 @@
 """Operations of one lane on words of 32 bits, for work that arrays of a warpgroup express badly.
 
-An array of Mosaic has no element at a computed place, no prefix sum, and no maximum in one instruction. The functions
-here emit operations of one thread (see `mlir_compat`), inside a function of `plgpu.inline_mgpu`. A word is an int32;
-a condition is an i1. Addresses of shared memory have 32 bits.
+An array of Mosaic has no element at a computed place, no prefix sum, and no maximum in one
+instruction. The functions here emit operations of one thread (see `mlir_compat`), inside a function
+of `plgpu.inline_mgpu`. A word is an int32; a condition is an i1. Addresses of shared memory have 32
+bits.
 
-Hazards: `largest`, `lanes_where`, `of_lane`, `add_lane_below` and `sync_warp` need all 32 lanes of a warp, and
-`sync_warpgroup` and `or_at` all threads of the warpgroup, so none may be in a branch that some of them take. No other
-function waits for threads.
+Hazards: `largest`, `lanes_where`, `of_lane`, `add_lane_below` and `sync_warp` need all 32 lanes of
+a warp, and `sync_warpgroup` and `or_at` all threads of the warpgroup, so none may be in a branch
+that some of them take. No other function waits for threads.
 
-Mosaic's interpreter has no lanes: callers give it the same result in jnp. `tests/kernels/lanes.py` has each of these
-operations in numpy, for 32 lanes at a time, and runs the kernels' lane code with them. The PTX here runs on a GPU only.
+Mosaic's interpreter has no lanes: callers give it the same result in jnp. `tests/kernels/lanes.py`
+has each of these operations in numpy, for 32 lanes at a time, and runs the kernels' lane code with
+them. The PTX here runs on a GPU only.
 """
 
 from collections.abc import Callable
@@ -154,7 +156,8 @@ def sync_warpgroup() -> None:
 
 
 def load(place: Any, count: int = 1) -> list:
-    """`count` words of shared memory from an address on, which is a multiple of 4 * count if that is a power of two."""
+    """`count` words of shared memory from an address on, which is a multiple of 4 * count if that
+    is a power of two."""
     wide = next(n for n in (4, 2, 1) if count % n == 0)
     loaded = []
     for first in range(0, count, wide):
@@ -210,8 +213,8 @@ def _stored(instruction: str, kind: str, place: Any, x: Any, where: Any) -> None
 def loop(count: int, body: Callable[[Any, list], list], carry: list) -> list:
     """Runs carry = body(i, carry) for i < count, emitted as a loop that is not unrolled.
 
-    Code that runs once is limited by instruction fetch, so the compiler must not unroll it: it does not know the step, which
-    is 1 because the number of a multiprocessor has less than 20 bits.
+    Code that runs once is limited by instruction fetch, so the compiler must not unroll it: it does
+    not know the step, which is 1 because the number of a multiprocessor has less than 20 bits.
     """
     if count == 1:
         return body(word(0), carry)
@@ -230,7 +233,8 @@ def scalar(x: Any) -> Any:
 
 
 def elements(array: Any) -> list:
-    """What this thread has of an array of 32-bit numbers, as words, in the order of its registers."""
+    """What this thread has of an array of 32-bit numbers, as words, in the order of its
+    registers."""
     found = []
     for register in array.registers.flat:
         for i in range(mlir.ir.VectorType(register.type).shape[0]):
@@ -239,7 +243,8 @@ def elements(array: Any) -> list:
 
 
 def array(found: list, shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
-    """The array int32 or float32 whose elements these words are, in a layout with one element per register."""
+    """The array int32 or float32 whose elements these words are, in a layout with one element per
+    register."""
     layout = layout.to_mgpu()
     is_float = dtype == jnp.float32
     type_ = mlir.ir.F32Type.get() if is_float else mlir.i32()
@@ -252,7 +257,8 @@ def array(found: list, shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
 
 
 def gather(table_smem: Any, ids_reg: jax.Array, layout: Any, interpreted: bool) -> jax.Array:
-    """table_smem[ids_reg], int32, for a table [n] and ids in a layout with one element per register.
+    """table_smem[ids_reg], int32, for a table [n] and ids in a layout with one element per
+    register.
 
     Hazard: the table must be stored, and a barrier passed, before.
     """

@@ -1,7 +1,7 @@
 """Registers and shared memory of `mosaic_plan`: layouts of a block's rows, static facts, scratch.
 
-A block has 16 or 32 rows. Warp w has rows w, w + 4, w + 8 .. in whole: wgmma's layout needs 64 rows, and would leave most
-threads idle in a small batch.
+A block has 16 or 32 rows. Warp w has rows w, w + 4, w + 8 .. in whole: wgmma's layout needs 64
+rows, and would leave most threads idle in a small batch.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,8 @@ from pallas_kernels.moe.mosaic_route import ROWS, padded_experts
 
 
 class Own(NamedTuple):
-    """The experts first .. first + count, which this device has; `first` is a scalar known at run time."""
+    """The experts first .. first + count, which this device has; `first` is a scalar known at run
+    time."""
 
     first: Any
     count: int
@@ -27,7 +28,8 @@ class Own(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Static facts of one call. `interpreted`: it runs in Mosaic's interpreter, see `mosaic_lanes`."""
+    """Static facts of one call. `interpreted`: it runs in Mosaic's interpreter, see
+    `mosaic_lanes`."""
 
     R: int
     E: int
@@ -49,14 +51,15 @@ class Plan(NamedTuple):
 
     @property
     def wide(self):
-        """Layout of [4 n, Ep]: a lane has Ep / 32 adjacent columns of row 4 i + warp in register i."""
+        """Layout of [4 n, Ep]: a lane has Ep / 32 adjacent columns of row 4 i + warp in register
+        i."""
         tiles = (4, self.Ep), (self.Ep // 32,)
         return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-3,), (-2,), -1)
 
     @property
     def tall(self):
-        """Layout of [k8, rows]: a row is a column here, and a lane has entry 8 q + lane % 8 of the columns
-        16 p + 4 (lane / 8) + warp in register [q, p]."""
+        """Layout of [k8, rows]: a row is a column here, and a lane has entry 8 q + lane % 8 of the
+        columns 16 p + 4 (lane / 8) + warp in register [q, p]."""
         return plgpu.Layout.TILED(plgpu.Tiling(((8, 16), (8, 4), (1,))), (-2,), (-4, -3), -1)
 
     def tall_iota(self, axis: int) -> jax.Array:
@@ -76,7 +79,8 @@ class Plan(NamedTuple):
 
     @property
     def Ep(self) -> int:
-        """E padded to 32, 64 or 128, so that a lane has 1, 2 or 4 experts, which one instruction loads."""
+        """E padded to 32, 64 or 128, so that a lane has 1, 2 or 4 experts, which one instruction
+        loads."""
         return 32 * pl.next_power_of_2(pl.cdiv(self.E, 32))
 
     @property
@@ -85,13 +89,14 @@ class Plan(NamedTuple):
 
     @property
     def load_shape(self) -> tuple[int, int]:
-        """Logits that a block loads. Without `normalize` the denominator is summed in `route`'s layout of 64
-        rows, so that both kernels give the same bits."""
+        """Logits that a block loads. Without `normalize` the denominator is summed in `route`'s
+        layout of 64 rows, so that both kernels give the same bits."""
         return (self.rows, self.Ep) if self.normalize else (ROWS, padded_experts(self.E))
 
 
 class Scratch(NamedTuple):
-    """Shared memory and barriers of a block; Ep is E padded to 32, 64 or 128, k8 is k padded to 8."""
+    """Shared memory and barriers of a block; Ep is E padded to 32, 64 or 128, k8 is k padded to
+    8."""
 
     logits_smem: Any  # float32 [rows, Ep], or [64, padded E] if not normalize; [1, Ep] if unused
     total_smem: Any  # float32 [64], softmax denominators

@@ -1,23 +1,26 @@
-"""Norm and router of some rows in one kernel, for Hopper: a cluster of eight blocks for each 8 or 16 rows.
+"""Norm and router of some rows in one kernel, for Hopper: a cluster of eight blocks for each 8 or
+16 rows.
 
-It computes what two kernels compute, with the same bits: `add_rms_norm` and the router's product (`block_gemm`). Each part
-is theirs: the norm of a row is `RowNorm`, and a product of 128 columns is that of `Format.add_products`. A launch takes
-longer than a message between blocks, and the router alone has work for few blocks, each of which would read much.
+It computes what two kernels compute, with the same bits: `add_rms_norm` and the router's product
+(`block_gemm`). Each part is theirs: the norm of a row is `RowNorm`, and a product of 128 columns is
+that of `Format.add_products`. A launch takes longer than a message between blocks, and the router
+alone has work for few blocks, each of which would read much.
 
-    block       before the norm             norm             product, 64 experts each      sum
-    b = 0 .. 7  loads its 256 columns of    rows b, b + 8    of its columns, all rows,     16 experts
-                the router's weight         of the cluster   a warpgroup each
+    block       before the norm            norm            product, 64 experts each   sum
+    b = 0 .. 7  loads its 256 columns of   rows b, b + 8   of its columns, all rows,  16 experts
+                the router's weight        of the cluster  a warpgroup each
 
-The sum of a logit is that of `block_gemm` with one chunk: steps of 128 columns in ascending order. With 2,048 columns a
-block has two steps and so four products, one for each warpgroup.
+The sum of a logit is that of `block_gemm` with one chunk: steps of 128 columns in ascending order.
+With 2,048 columns a block has two steps and so four products, one for each warpgroup.
 
-`mosaic_norm_send` has the messages between the blocks of a cluster: normed rows and products. Clusters need nothing of
-each other. `mosaic_norm_route` does the same in its only cluster, and plans. Several clusters would have to exchange
-counts of rows through device memory that is zeroed before, which takes another launch: their plan is a kernel of its own.
+`mosaic_norm_send` has the messages between the blocks of a cluster: normed rows and products.
+Clusters need nothing of each other. `mosaic_norm_route` does the same in its only cluster, and
+plans. Several clusters would have to exchange counts of rows through device memory that is zeroed
+before, which takes another launch: their plan is a kernel of its own.
 
-Hazard: the warpgroups of a block reduce in one scratch memory, see `rms_norm/mosaic_gpu.py`. Two rows of a block are two
-such reductions of the same kind: no warpgroup begins the second before all have arrived at the barrier of its squares,
-which each does after the first.
+Hazard: the warpgroups of a block reduce in one scratch memory, see `rms_norm/mosaic_gpu.py`. Two
+rows of a block are two such reductions of the same kind: no warpgroup begins the second before all
+have arrived at the barrier of its squares, which each does after the first.
 """
 
 import functools
@@ -41,7 +44,8 @@ from pallas_kernels.weight_tiles.format import Format, fetch_tile, swizzled
 from pallas_kernels.weight_tiles.mma import Operands
 
 MOST_ROWS = 128
-"""Those of eight clusters of 16 rows. With a block on each multiprocessor, so many clusters always run at once."""
+"""Those of eight clusters of 16 rows. With a block on each multiprocessor, so many clusters always
+run at once."""
 _COLUMNS = 64
 """Columns of a tile of `RowNorm`."""
 
@@ -57,7 +61,8 @@ def fits(R: int, E: int, D: int, dtype: jnp.dtype, device: Device) -> bool:
 
 
 def tokens_of(R: int) -> int:
-    """Rows of a cluster. Each cluster reads the whole weight, so that many rows have fewer clusters."""
+    """Rows of a cluster. Each cluster reads the whole weight, so that many rows have fewer
+    clusters."""
     return 8 if R <= 64 else 16
 
 
@@ -78,9 +83,11 @@ def norm_and_product(
     The router reads the norm in bfloat16, the first of `out_dtypes`.
 
     Returns:
-      h plus the parts [R, D], its norm [R, D] in each of `out_dtypes`; then the logits float32 [R, E].
+      h plus the parts [R, D], its norm [R, D] in each of `out_dtypes`; then the logits float32
+      [R, E].
     Raises:
-      ValueError: the arguments exceed the limits of the kernel, or the first of `out_dtypes` is not bfloat16.
+      ValueError: the arguments exceed the limits of the kernel, or the first of `out_dtypes` is not
+        bfloat16.
     """
     (R, D), E = h.shape, weight.shape[0]
     if not fits(R, E, D, h.dtype, launch.device):
@@ -103,8 +110,9 @@ def norm_and_product(
         body,
         out_type=(*clusters.rows, logits, *clusters.messages.out),
         scratch_types=clusters.scratch,
-        # Safe: squares_smem is the only ref that threads both write and read, see `rms_norm/mosaic_gpu.py`. Copies and
-        # messages, which are asynchronous, write the others once, and a barrier counts them.
+        # Safe: squares_smem is the only ref that threads both write and read, see
+        # `rms_norm/mosaic_gpu.py`. Copies and messages, which are asynchronous, write the others
+        # once, and a barrier counts them.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         grid=(sizes.tiles,),
         grid_names=("tile",),
@@ -212,7 +220,8 @@ class Clusters:
         return len(self.rows)
 
     def messages_of(self, tile: Any, exchanged: Any, scratch_refs: dict[str, Any]) -> Messages:
-        """The messages of this block of cluster `tile`. Takes their memory out of `scratch_refs`."""
+        """The messages of this block of cluster `tile`. Takes their memory out of
+        `scratch_refs`."""
         of_messages = {name: scratch_refs.pop(name) for name in self.messages.scratch}
         block, g = lax.axis_index("block"), lax.axis_index("group")
         return Messages(self.sizes, tile, block, g, *exchanged, **of_messages)

@@ -1,11 +1,11 @@
 """Norm, router and plan of a few rows in one kernel, for Hopper: one cluster of eight blocks.
 
-It computes what three kernels compute, with the same bits: `add_rms_norm`, the router's product (`block_gemm`) and
-`mosaic_plan.route_and_plan`. The first two are `mosaic_norm_product.Clusters`, here with one cluster. Block 0 receives
-the logits from all, and `plan_rows` routes.
+It computes what three kernels compute, with the same bits: `add_rms_norm`, the router's product
+(`block_gemm`) and `mosaic_plan.route_and_plan`. The first two are `mosaic_norm_product.Clusters`,
+here with one cluster. Block 0 receives the logits from all, and `plan_rows` routes.
 
-Hazard: the warpgroups of a block reduce in one scratch memory, see `mosaic_norm_product`. The plan's reductions stay within
-a warp.
+Hazard: the warpgroups of a block reduce in one scratch memory, see `mosaic_norm_product`. The
+plan's reductions stay within a warp.
 """
 
 import functools
@@ -71,10 +71,11 @@ def norm_and_route(
     The router reads the norm in bfloat16, the first of `out_dtypes`.
 
     Returns:
-      h plus the parts [R, D], its norm [R, D] in each of `out_dtypes`; then weights, slots, experts and num_items of
-      `route_and_plan`.
+      h plus the parts [R, D], its norm [R, D] in each of `out_dtypes`; then weights, slots, experts
+      and num_items of `route_and_plan`.
     Raises:
-      ValueError: the arguments exceed the limits of the kernel, or the first of `out_dtypes` is not bfloat16.
+      ValueError: the arguments exceed the limits of the kernel, or the first of `out_dtypes` is not
+        bfloat16.
     """
     (R, D), E = h.shape, weight.shape[0]
     if not fits(R, E, D, h.dtype, top_k, launch.device):
@@ -89,7 +90,8 @@ def norm_and_route(
         planned.pop(received)
 
     def body(*refs, **scratch_refs):
-        """refs: the operands of `clusters`; the router's bias [E], if any; rows; the plan's results; `exchanged`."""
+        """refs: the operands of `clusters`; the router's bias [E], if any; rows; the plan's
+        results; `exchanged`."""
         given, refs = refs[: len(clusters.operands)], refs[len(clusters.operands) :]
         bias_gmem, made = refs[: len(biases)], refs[len(biases) :]
         rows_gmem, made = made[:num_rows], made[num_rows:]

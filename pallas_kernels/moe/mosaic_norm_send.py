@@ -1,8 +1,10 @@
-"""What the blocks of `mosaic_norm_product` and `mosaic_norm_route` send each other: rows, products and logits.
+"""What the blocks of `mosaic_norm_product` and `mosaic_norm_route` send each other: rows, products
+and logits.
 
-Each goes straight to shared memory, to an array of the receiving block, by `st.async`, and is counted in bytes at a
-barrier of that block, which is used once. A block arms its barriers before the first cluster barrier, and sends after it.
-A block ends after it has received everything that is sent to it.
+Each goes straight to shared memory, to an array of the receiving block, by `st.async`, and is
+counted in bytes at a barrier of that block, which is used once. A block arms its barriers before
+the first cluster barrier, and sends after it. A block ends after it has received everything that is
+sent to it.
 
     message    from                                    to
     rows       the block that norms the row            the block that multiplies these columns
@@ -11,8 +13,9 @@ A block ends after it has received everything that is sent to it.
 
 Each cluster has a tile of the rows, and sends nothing to others.
 
-Mosaic's interpreter has no shared memory of other blocks. There the messages go through device memory, with barriers of
-the cluster in place of the counted bytes, so that its race detector checks what is read when.
+Mosaic's interpreter has no shared memory of other blocks. There the messages go through device
+memory, with barriers of the cluster in place of the counted bytes, so that its race detector checks
+what is read when.
 """
 
 from dataclasses import dataclass
@@ -49,7 +52,8 @@ _ROWS, _PRODUCTS, _LOGITS = range(3)
 
 
 class Sizes(NamedTuple):
-    """Static facts of one call: R rows of D columns, in products of `tokens` rows, those of one cluster."""
+    """Static facts of one call: R rows of D columns, in products of `tokens` rows, those of one
+    cluster."""
 
     R: int
     D: int
@@ -92,18 +96,21 @@ class Sizes(NamedTuple):
 
     @property
     def received(self) -> tuple[int, int, int]:
-        """Bytes of rows and products that each block of the first cluster receives, and of logits that block 0 does."""
+        """Bytes of rows and products that each block of the first cluster receives, and of logits
+        that block 0 does."""
         rows = self.rows * self.row_bytes
         return rows, self.steps * self.experts * self.tokens * 4, EXPERTS * self.tokens * 4
 
     @property
     def totals(self) -> Any:
-        """Layout of logits [experts, tokens] in registers: thread i has some tokens of expert i / 8."""
+        """Layout of logits [experts, tokens] in registers: thread i has some tokens of expert i /
+        8."""
         return plgpu.Layout.WG_STRIDED((self.experts, self.tokens), self.tokens // BLOCKS)
 
 
 class Memory(NamedTuple):
-    """What a kernel needs for the messages: more outputs, and scratch by the fields of `Messages`."""
+    """What a kernel needs for the messages: more outputs, and scratch by the fields of
+    `Messages`."""
 
     out: tuple[jax.ShapeDtypeStruct, ...]
     scratch: dict[str, Any]
@@ -182,7 +189,8 @@ class Messages:
         cluster_send.wait_armed()
 
     def send_row(self, r: Any, column: Any, strip_reg: jax.Array, layout: Any) -> None:
-        """Sends the columns of the cluster's row r from `column` on, each thread four, to the blocks that multiply them.
+        """Sends the columns of the cluster's row r from `column` on, each thread four, to the
+        blocks that multiply them.
 
         In the interpreter the row's result in device memory is what the blocks read.
         """
@@ -211,7 +219,8 @@ class Messages:
         self._meet()
 
     def send_products(self, step: Any, tile: Any, product_reg: jax.Array) -> None:
-        """Sends a product [64 experts, tokens] to the four blocks that add these experts, one from each warp."""
+        """Sends a product [64 experts, tokens] to the four blocks that add these experts, one from
+        each warp."""
         if self._interpreted:
             self.products_gmem[self.tile, step, pl.ds(tile * TILE, TILE)] = product_reg
             return
@@ -229,7 +238,8 @@ class Messages:
                 times(step, experts * tokens), times(row, tokens), times(pair, 2)
             )
             start = add(address(products), times(place, 4))
-            # Registers [0, t, 0, 0, j, ...]: row 8 j + lane / 4 of the warp, tokens 8 t + 2 (lane % 4) and the next.
+            # Registers [0, t, 0, 0, j, ...]: row 8 j + lane / 4 of the warp, tokens 8 t + 2 (lane %
+            # 4) and the next.
             both = product.registers.reshape(tokens // 8, 2)
             for t in range(tokens // 8):
                 for j in range(2):

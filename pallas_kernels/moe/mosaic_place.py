@@ -1,14 +1,17 @@
 """Routing and worklist of any number of rows in two kernels, without an operation of XLA.
 
-`mosaic_plan` sorts up to 256 rows in one cluster of blocks, which send each other their counts. More rows have
-more blocks than a cluster has, so here the counts go from one kernel to the next one:
+`mosaic_plan` sorts up to 256 rows in one cluster of blocks, which send each other their counts.
+More rows have more blocks than a cluster has, so here the counts go from one kernel to the next
+one:
 
     kernel                a block of 64 rows computes
-    moe_route_and_count   top-k and weights; for each expert a mask of every 16 rows, and the count of all 64
-    moe_place             rows of each expert in all blocks and in earlier ones; items and their prefix sum;
-                          the slots of its rows, and the experts of some items
+    moe_route_and_count   top-k and weights; for each expert a mask of every 16 rows, and the count
+                          of all 64
+    moe_place             rows of each expert in all blocks and in earlier ones; items and their
+                          prefix sum; the slots of its rows, and the experts of some items
 
-All numbers are those of `worklist.make_worklist`, as `mosaic_sort` explains; the weights have the bits of `moe_route`.
+All numbers are those of `worklist.make_worklist`, as `mosaic_sort` explains; the weights have the
+bits of `moe_route`.
 """
 
 import functools
@@ -39,7 +42,8 @@ _MOST_BLOCKS = 256
 
 
 def fits(R: int, E: int, device: Device) -> bool:
-    """Whether `place` takes R rows and E experts: a block has the counts of all blocks in shared memory."""
+    """Whether `place` takes R rows and E experts: a block has the counts of all blocks in shared
+    memory."""
     blocks, Ep = pl.cdiv(R, ROWS), padded_experts(E)
     return blocks <= _MOST_BLOCKS and Ep <= 256 and 4 * Ep * (blocks + 16) <= device.smem_bytes
 
@@ -54,11 +58,12 @@ def route_and_place(
     items: int,
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
-    """Routes the rows and builds the worklist, as `worklist.make_worklist` with `tokens` and not `shared`.
+    """Routes the rows and builds the worklist, as `worklist.make_worklist` with `tokens` and not
+    `shared`.
 
     Returns:
-      weights float32 [k, R'], slots int32 [k, R'], experts int32 [items'], num_items int32 [64] (all
-      equal); R' and items' are the next multiples of 64. Entries past R are unspecified.
+      weights float32 [k, R'], slots int32 [k, R'], experts int32 [items'], num_items int32 [64]
+      (all equal); R' and items' are the next multiples of 64. Entries past R are unspecified.
     Raises:
       ValueError: `fits` is False.
     """
@@ -80,7 +85,8 @@ def place(
     items: int,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The worklist of what `mosaic_route.route` has counted: slots, experts and num_items of `route_and_place`."""
+    """The worklist of what `mosaic_route.route` has counted: slots, experts and num_items of
+    `route_and_place`."""
     top_k, padded_rows = ids.shape
     blocks, Ep = counts.shape
     interpreted = launch.interpret is not None

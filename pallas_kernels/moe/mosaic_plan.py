@@ -1,14 +1,15 @@
 """Routing of a small batch in one kernel: top-k experts, softmax weights, and the worklist.
 
-A block holds 16 or 32 rows, so that a small batch uses all threads. More than 16 rows are one cluster of 4 or
-8 blocks. Each block counts its own rows, and sends the counts to the others.
+A block holds 16 or 32 rows, so that a small batch uses all threads. More than 16 rows are one
+cluster of 4 or 8 blocks. Each block counts its own rows, and sends the counts to the others.
 
-A GPU runs operations of single lanes: each step needs the one before, and an operation on arrays of a warpgroup ends in a
-barrier that most steps do not need. There are two barriers of the warpgroup: after the masks are cleared, and after all
-rows have set their bits. Each warp computes the rest from the masks, and reads nothing that another warp has computed.
+A GPU runs operations of single lanes: each step needs the one before, and an operation on arrays of
+a warpgroup ends in a barrier that most steps do not need. There are two barriers of the warpgroup:
+after the masks are cleared, and after all rows have set their bits. Each warp computes the rest
+from the masks, and reads nothing that another warp has computed.
 
-`mosaic_topk` has the choice of experts, `mosaic_sort` the worklist with a worked example, `mosaic_layout` the
-registers and the shared memory, `mosaic_lanes` the operations of a lane.
+`mosaic_topk` has the choice of experts, `mosaic_sort` the worklist with a worked example,
+`mosaic_layout` the registers and the shared memory, `mosaic_lanes` the operations of a lane.
 """
 
 import functools
@@ -42,7 +43,8 @@ MOST_ROWS, MOST_EXPERTS, MOST_CHOSEN = 256, 128, 64
 
 
 def fits(R: int, E: int, top_k: int) -> bool:
-    """Whether the kernel takes R rows and E experts. The code that adds up a row's powers grows with top_k."""
+    """Whether the kernel takes R rows and E experts. The code that adds up a row's powers grows
+    with top_k."""
     return R <= MOST_ROWS and E <= MOST_EXPERTS and top_k <= MOST_CHOSEN
 
 
@@ -67,7 +69,8 @@ def results(plan: Plan, items: int) -> Results:
 
 
 def prepare(plan: Plan, results_gmem: Results, scratch: Scratch) -> None:
-    """What precedes `plan_rows` and needs no logits: clears the masks, and the columns of the results that have no row.
+    """What precedes `plan_rows` and needs no logits: clears the masks, and the columns of the
+    results that have no row.
 
     Several blocks arm a barrier for the counts that they send each other.
     """
@@ -145,16 +148,18 @@ def route_and_plan(
     launch: Launch,
     count: int | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Routes the rows and builds the worklist, as `worklist.make_worklist` with `tokens` and `shared`.
+    """Routes the rows and builds the worklist, as `worklist.make_worklist` with `tokens` and
+    `shared`.
 
-    With `first` the result is that of `worklist.own_items` for the experts `first` .. `first + count`.
+    With `first` the result is that of `worklist.own_items` for the experts `first` ..
+    `first + count`.
 
-    Up to 16 rows are one block, more are one cluster. Its blocks count messages at barriers in shared memory, which unlike
-    a semaphore need no zeroed device memory.
+    Up to 16 rows are one block, more are one cluster. Its blocks count messages at barriers in
+    shared memory, which unlike a semaphore need no zeroed device memory.
 
     Returns:
-      weights float32 [k, R'], slots int32 [k, R'], experts int32 [items'], num_items int32 [64] (all
-      equal); R' and items' are the next multiples of 64. Entries past R are unspecified.
+      weights float32 [k, R'], slots int32 [k, R'], experts int32 [items'], num_items int32 [64]
+      (all equal); R' and items' are the next multiples of 64. Entries past R are unspecified.
     """
     if not fits(*logits.shape, top_k):
         raise ValueError(f"{logits.shape=} {top_k=} {tokens=} exceed the limits of this kernel")
@@ -189,9 +194,11 @@ def route_and_plan(
         source_ref = logits_gmem.at[pl.ds(g * plan.rows, load_rows), pl.ds(0, load_columns)]
         if staged:
             plgpu.copy_gmem_to_smem(
-                source_ref, scratch.logits_smem, scratch.loaded_barrier,
+                source_ref,
+                scratch.logits_smem,
+                scratch.loaded_barrier,
                 oob_mode=plgpu.OOBFillMode.ZEROS,
-            )  # fmt: skip
+            )
         results_gmem = Results(weights_gmem, slots_gmem, experts_gmem, num_items_gmem)
         prepare(plan, results_gmem, scratch)
         if staged:

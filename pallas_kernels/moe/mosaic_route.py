@@ -1,8 +1,9 @@
-"""Routing kernels: top-k experts with their softmax weights (`route`), and the copy to slots (`spread`).
+"""Routing kernels: top-k experts with their softmax weights (`route`), and the copy to slots
+(`spread`).
 
-One warpgroup of `route` holds the logits of 64 rows in the wgmma accumulator layout, in which four threads
-share a row, so a row maximum takes a few shuffles. Small batches use `mosaic_plan.route_and_plan`, which
-also builds the worklist.
+One warpgroup of `route` holds the logits of 64 rows in the wgmma accumulator layout, in which four
+threads share a row, so a row maximum takes a few shuffles. Small batches use
+`mosaic_plan.route_and_plan`, which also builds the worklist.
 """
 
 import functools
@@ -44,7 +45,8 @@ def sum_pairwise(terms: list) -> jax.Array:
 
 
 def _from_end() -> jax.Array:
-    """[ROWS, _WIDTH]: distance of each column from the end of its part; the maximum is the lowest id.
+    """[ROWS, _WIDTH]: distance of each column from the end of its part; the maximum is the lowest
+    id.
 
     All parts share this one iota, because the compiler keeps each iota in registers.
     """
@@ -54,8 +56,9 @@ def _from_end() -> jax.Array:
 def _choose(parts: list, top_k: int, values_smem, ids_smem) -> list:
     """Top k of 64 rows: values_smem float32 and ids_smem int32 [k, ROWS]; ties go to the lower id.
 
-    `parts` are the logits of `_WIDTH` experts each, which limits register pressure. Returns them with -inf
-    at chosen experts. The k rounds are a loop: unrolled, the kernel is limited by instruction fetch.
+    `parts` are the logits of `_WIDTH` experts each, which limits register pressure. Returns them
+    with -inf at chosen experts. The k rounds are a loop: unrolled, the kernel is limited by
+    instruction fetch.
     """
     from_end = _from_end()
     after = [_WIDTH * (len(parts) - 1 - i) for i in range(len(parts))]
@@ -115,8 +118,8 @@ def route(
 
     Args:
       counted: two results more, of which `mosaic_place` makes the worklist. Ep is E padded to 64.
-        masks int32 [R' / 64, 4, Ep]: bit r of [b, i, e] is set if row 64 b + 16 i + r < R chose expert e.
-        counts int32 [R' / 64, Ep]: set bits of a block's masks.
+        masks int32 [R' / 64, 4, Ep]: bit r of [b, i, e] is set if row 64 b + 16 i + r < R chose
+        expert e. counts int32 [R' / 64, Ep]: set bits of a block's masks.
     """
     num_rows, E = logits.shape
     logits = pad_for_copy(logits)
@@ -124,7 +127,9 @@ def route(
 
     def body(
         logits_gmem,  # [R, E] float32, padded for TMA
-        *refs,  # bias [padded E], if any; weights float32 and ids int32 [k, R']; masks and counts, if counted
+        # bias [padded E], if any; weights float32 and ids int32 [k, R']; masks and counts, if
+        # counted
+        *refs,
         logits_smem,  # [ROWS, padded E] float32
         values_smem,  # [k, ROWS] float32
         ids_smem,  # [k, ROWS] int32
@@ -170,7 +175,8 @@ def route(
 
 
 def _store_hits(parts: list, num_rows: Any, E: int, hits_smem: Any) -> None:
-    """Stores 1 to hits_smem [ROWS, padded E] where `_choose` has left -inf, in the first num_rows rows; else 0."""
+    """Stores 1 to hits_smem [ROWS, padded E] where `_choose` has left -inf, in the first num_rows
+    rows; else 0."""
     is_row = _iota((ROWS, _WIDTH), 0) < num_rows
     for i, part in enumerate(parts):
         hit = (part == -jnp.inf) & is_row
@@ -207,7 +213,8 @@ def padded_bias(bias: jax.Array | None) -> list[jax.Array]:
 
 
 def pad_for_copy(logits: jax.Array) -> jax.Array:
-    """Pads for Mosaic's copies by TMA: rows to tiles of 8 above 8 rows, to blocks of `ROWS` above 128; columns to tiles of 32."""
+    """Pads for Mosaic's copies by TMA: rows to tiles of 8 above 8 rows, to blocks of `ROWS` above
+    128; columns to tiles of 32."""
     R, E = logits.shape
     unit = ROWS if R > 2 * ROWS else 8 if R > 8 else 1
     return jnp.pad(logits, ((0, -R % unit), (0, -E % 32)))
@@ -234,15 +241,16 @@ def _load(E: int, logits_gmem, bias_gmem, logits_smem, loaded_barrier, block) ->
 def replace_not_finite(logits: jax.Array) -> jax.Array:
     """Replaces -inf by the lowest finite number and NaN by +inf.
 
-    -inf marks experts that are chosen already or do not exist. NaN compares unequal to everything: the row
-    would get ids past the last expert and slots of other rows. With +inf its ids are valid, and its
-    weights are NaN because +inf - +inf is NaN.
+    -inf marks experts that are chosen already or do not exist. NaN compares unequal to everything:
+    the row would get ids past the last expert and slots of other rows. With +inf its ids are valid,
+    and its weights are NaN because +inf - +inf is NaN.
     """
     return jnp.where(logits == logits, jnp.maximum(logits, _LOWEST), jnp.inf)
 
 
 def load_parts(source_ref, bias_gmem: list, E: int) -> list:
-    """Logits plus bias of 64 rows of `source_ref` in registers, a list of [ROWS, _WIDTH]; -inf past E."""
+    """Logits plus bias of 64 rows of `source_ref` in registers, a list of [ROWS, _WIDTH]; -inf past
+    E."""
     parts = []
     for start in range(0, E, _WIDTH):
         columns = pl.ds(start, _WIDTH)
@@ -281,14 +289,15 @@ def spread(
     num_items: jax.Array | None = None,
     tokens: int = 0,
 ) -> jax.Array:
-    """Copies row r of x [R, D] to rows `slots[:, r]` of a buffer [size, D]; other rows stay undefined.
+    """Copies row r of x [R, D] to rows `slots[:, r]` of a buffer [size, D]; other rows stay
+    undefined.
 
     One block per row: one TMA load to shared memory, then k TMA stores.
 
     Args:
-      num_items: int32, entry 0 is the number of items with `tokens` rows each. Slots behind them are left out: in a
-        share of the experts all rows of other experts have the last slot (`worklist.own_items`), and a thousand stores to one
-        row wait for each other.
+      num_items: int32, entry 0 is the number of items with `tokens` rows each. Slots behind them
+        are left out: in a share of the experts all rows of other experts have the last slot
+        (`worklist.own_items`), and a thousand stores to one row wait for each other.
     """
     R, D = x.shape
     width = 64

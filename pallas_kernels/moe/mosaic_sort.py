@@ -1,7 +1,8 @@
 """Stages 2 to 6 of `mosaic_plan`: the worklist, by a counting sort with bit masks.
 
-The worklist of the grouped GEMM (`worklist.Worklist`) sorts the rows by expert. A counting sort does it
-with bit masks. Example with R = 4 rows, E = 4 experts, k = 2 and items of `tokens` = 2 rows:
+The worklist of the grouped GEMM (`worklist.Worklist`) sorts the rows by expert. A counting sort
+does it with bit masks. Example with R = 4 rows, E = 4 experts, k = 2 and items of `tokens` = 2
+rows:
 
     chosen experts        row 0: 2 0    row 1: 0 3    row 2: 0 2    row 3: 3 0
 
@@ -16,18 +17,19 @@ with bit masks. Example with R = 4 rows, E = 4 experts, k = 2 and items of `toke
     slots                 row 0: 4 0    row 1: 1 6    row 2: 2 5    row 3: 7 3
     expert of item i      number of ends <= i:  0 0 2 3
 
-    stage                what the block computes                                  layout
-    2  store_masks       masks                                                    [Ep] shared memory
-    3  exchange_counts   rows per expert of each block                            [blocks, Ep] shared memory
-    4  place_experts     ends, and first slots of the block's rows                [Ep] shared memory
-    5  find_slots        slots of the block's rows                                [k8, rows] registers
-    6  store_experts     expert of each item                                      device memory
+    stage                what the block computes                     layout
+    2  store_masks       masks                                       [Ep] shared memory
+    3  exchange_counts   rows per expert of each block               [blocks, Ep] shared memory
+    4  place_experts     ends, and first slots of the block's rows   [Ep] shared memory
+    5  find_slots        slots of the block's rows                   [k8, rows] registers
+    6  store_experts     expert of each item                         device memory
 
-A device that has only some experts (`Own`) stores masks of these alone. Others then have no items, and the items of
-its own experts begin at slot 0. With `own` = experts 2 and 3 above: ends 0 0 1 2, slots of these experts 0, 3, 1, 2.
+A device that has only some experts (`Own`) stores masks of these alone. Others then have no items,
+and the items of its own experts begin at slot 0. With `own` = experts 2 and 3 above: ends 0 0 1 2,
+slots of these experts 0, 3, 1, 2.
 
-All numbers are int32. What a thread does alone is in operations of `mosaic_lanes`. Their loops are not unrolled, because
-code that runs once is limited by instruction fetch.
+All numbers are int32. What a thread does alone is in operations of `mosaic_lanes`. Their loops are
+not unrolled, because code that runs once is limited by instruction fetch.
 """
 
 from typing import Any
@@ -63,7 +65,8 @@ def clear_masks(masks_smem: Any, interpreted: bool) -> None:
 def store_masks(
     plan: Plan, ids_reg: jax.Array, first_row: Any, masks_smem: Any, own: Own | None
 ) -> None:
-    """Sets bit r of masks_smem [Ep], which is zeros, for each expert of row r of the block; ids_reg is [k8, rows].
+    """Sets bit r of masks_smem [Ep], which is zeros, for each expert of row r of the block; ids_reg
+    is [k8, rows].
 
     Rows past R and experts that are not in `own` set no bits.
     """
@@ -84,13 +87,14 @@ def popcount(mask: jax.Array) -> jax.Array:
 
 
 def exchange_counts(plan: Plan, g: Any, counts_gmem: list[Any], scratch: Scratch) -> None:
-    """Rows per expert of each block of the cluster, to counts_smem [blocks, Ep] of all blocks. A thread reads them
-    without another barrier.
+    """Rows per expert of each block of the cluster, to counts_smem [blocks, Ep] of all blocks. A
+    thread reads them without another barrier.
 
-    Each block sends its counts to the shared memory of all blocks, and waits for those of all. `prepare` has armed the
-    barrier that counts them, see `cluster_send`.
+    Each block sends its counts to the shared memory of all blocks, and waits for those of all.
+    `prepare` has armed the barrier that counts them, see `cluster_send`.
 
-    In the interpreter the counts go by TMA through counts_gmem [blocks, Ep], which it checks for races.
+    In the interpreter the counts go by TMA through counts_gmem [blocks, Ep], which it checks for
+    races.
     """
     counts_smem = scratch.counts_smem
     if plan.interpreted:
@@ -122,10 +126,12 @@ def exchange_counts(plan: Plan, g: Any, counts_gmem: list[Any], scratch: Scratch
 
 
 def place_experts(plan: Plan, g: Any, scratch: Scratch) -> None:
-    """Ends of the experts' items, and the first slots of their rows in block g: ends_smem and base_smem [Ep].
+    """Ends of the experts' items, and the first slots of their rows in block g: ends_smem and
+    base_smem [Ep].
 
-    It reads masks_smem, or counts_smem of several blocks. Each warp computes and stores all of it, so that none waits for
-    another: a lane has Ep / 32 adjacent experts. A thread reads the results without another barrier.
+    It reads masks_smem, or counts_smem of several blocks. Each warp computes and stores all of it,
+    so that none waits for another: a lane has Ep / 32 adjacent experts. A thread reads the results
+    without another barrier.
     """
     masks_smem, counts_smem = scratch.masks_smem, scratch.counts_smem
     if plan.interpreted:
@@ -149,7 +155,8 @@ def place_experts(plan: Plan, g: Any, scratch: Scratch) -> None:
 
 
 def _place_experts(plan: Plan, masks: Any, counts: Any, ends: Any, base: Any, block: Any) -> None:
-    """What one thread does in `place_experts`; arguments are the addresses of [Ep], counts of [blocks, Ep]."""
+    """What one thread does in `place_experts`; arguments are the addresses of [Ep], counts of
+    [blocks, Ep]."""
     width = plan.Ep // 32
     first = lanes.times(lanes.both(lanes.thread(), 31), 4 * width)
     if plan.blocks == 1:
@@ -203,8 +210,8 @@ def items_of(count: jax.Array, tokens: int) -> jax.Array:
 def scan_items(Ep: int, tiles_smem: Any, ends_smem: Any, interpreted: bool) -> None:
     """Inclusive prefix sum of tiles_smem [Ep] to ends_smem [Ep], Ep a multiple of 32.
 
-    Each warp computes and stores all of it, so that none waits for another: a lane adds Ep / 32 adjacent numbers. A thread
-    reads ends_smem without another barrier.
+    Each warp computes and stores all of it, so that none waits for another: a lane adds Ep / 32
+    adjacent numbers. A thread reads ends_smem without another barrier.
     """
     if interpreted:
         ends_smem[...] = jnp.cumsum(tiles_smem[...])
@@ -270,8 +277,8 @@ def store_experts(
 ) -> None:
     """Stores the expert of each item to experts_gmem [32 n]; with `own` counted from its first.
 
-    It is the number of ends that are not above the item, but the last expert for items that do not exist. A thread
-    searches the ends of one item.
+    It is the number of ends that are not above the item, but the last expert for items that do not
+    exist. A thread searches the ends of one item.
 
     Args:
       ends_smem: [Ep], the prefix sum of `scan_items`.
@@ -320,10 +327,11 @@ def store_experts(
 
 
 def _search(ends: Any, Ep: int, item: Any) -> Any:
-    """How many of the Ep ends at an address are not above the item; if none is above, any number from Ep - 1 on.
+    """How many of the Ep ends at an address are not above the item; if none is above, any number
+    from Ep - 1 on.
 
-    A step adds a power of two if the last of these ends is not above. A step past Ep looks at the last end: if that is
-    not above, neither is any other.
+    A step adds a power of two if the last of these ends is not above. A step past Ep looks at the
+    last end: if that is not above, neither is any other.
     """
     count = lanes.word(0)
     for bit in reversed(range((Ep - 1).bit_length())):
@@ -337,7 +345,8 @@ def _search(ends: Any, Ep: int, item: Any) -> Any:
 
 
 def store_columns(plan: Plan, x_reg: jax.Array, out_gmem: Any, first_row: Any) -> None:
-    """Stores x_reg [k8, rows] to columns first_row .. of out_gmem [k, R'], without those past R'."""
+    """Stores x_reg [k8, rows] to columns first_row .. of out_gmem [k, R'], without those past
+    R'."""
     if plan.interpreted:
         columns = pl.ds(first_row, plan.rows)
 
@@ -367,7 +376,8 @@ def store_columns(plan: Plan, x_reg: jax.Array, out_gmem: Any, first_row: Any) -
 
 
 def clear_columns(plan: Plan, out_gmem: list[Any]) -> None:
-    """Stores zeros to the columns of each of out_gmem [k, R'] that a single block has no rows for."""
+    """Stores zeros to the columns of each of out_gmem [k, R'] that a single block has no rows
+    for."""
     rows, columns = plan.rows, plan.padded_rows
     if plan.blocks > 1:
         return

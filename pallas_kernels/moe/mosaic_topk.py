@@ -1,13 +1,14 @@
-"""Stage 1 of `mosaic_plan`: the top-k experts of a block's rows and their softmax weights, in registers.
+"""Stage 1 of `mosaic_plan`: the top-k experts of a block's rows and their softmax weights, in
+registers.
 
-A warp has whole rows, see `mosaic_layout`, so nothing here waits for another warp. A lane has Ep / 32 adjacent experts of
-each row. It sorts them once; then each round compares the first one of all lanes, in one instruction, and the lane that
-has the largest takes it away:
+A warp has whole rows, see `mosaic_layout`, so nothing here waits for another warp. A lane has Ep /
+32 adjacent experts of each row. It sorts them once; then each round compares the first one of all
+lanes, in one instruction, and the lane that has the largest takes it away:
 
     lane                        0          1          2          3
     logits of its experts       1 5 2      0 3 3      5 4 1      2 0 0
     sorted                      5 2 1      3 3 0      5 4 1      2 0 0
-    round 0: 5 of lane 0        2 1 -      3 3 0      5 4 1      2 0 0       the lowest lane has the lowest id
+    round 0: 5 of lane 0        2 1 -      3 3 0      5 4 1      2 0 0    the lowest lane first
     round 1: 5 of lane 2        2 1 -      3 3 0      4 1 -      2 0 0
 
 A logit is compared as an integer, its key, which has the same order.
@@ -29,7 +30,8 @@ from pallas_kernels.moe.mosaic_route import replace_not_finite, sum_pairwise
 def load_logits(plan: Plan, source_ref: Any, bias_gmem: list[Any]) -> jax.Array:
     """The logits plus bias of a block's rows, float32 [loaded rows, Ep] in registers; -inf past E.
 
-    source_ref is float32 [rows or more, Ep or more] in shared or device memory; bias_gmem has [Ep], if any.
+    source_ref is float32 [rows or more, Ep or more] in shared or device memory; bias_gmem has [Ep],
+    if any.
     """
     shape = plan.loaded_rows, plan.Ep
     columns = pl.ds(0, plan.Ep)
@@ -49,13 +51,14 @@ def load_logits(plan: Plan, source_ref: Any, bias_gmem: list[Any]) -> jax.Array:
 def choose(
     plan: Plan, logits_reg: jax.Array, keys_smem: Any, ids_smem: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Top k of logits_reg, float32 [loaded rows, Ep]; ties go to the lower id, also those of -0.0 and 0.0.
+    """Top k of logits_reg, float32 [loaded rows, Ep]; ties go to the lower id, also those of -0.0
+    and 0.0.
 
-    Each row has at least k logits that are not -inf. keys_smem and ids_smem are int32 [k8 * rows], in which a warp
-    passes what it chose from lane to lane.
+    Each row has at least k logits that are not -inf. keys_smem and ids_smem are int32 [k8 * rows],
+    in which a warp passes what it chose from lane to lane.
 
-    Returns, in registers of `plan.tall`: the chosen logits float32 [k8, rows] and their ids int32 [k8, rows]. From k on
-    they are -inf and 0; in rows that are not loaded, 0 and 0.
+    Returns, in registers of `plan.tall`: the chosen logits float32 [k8, rows] and their ids int32
+    [k8, rows]. From k on they are -inf and 0; in rows that are not loaded, 0 and 0.
     """
     shape = plan.k8, plan.rows
     if plan.interpreted:
@@ -86,8 +89,8 @@ def choose(
 def _choose_by_definition(plan: Plan, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Values and ids [k, rows] of the top k of x [rows, Ep].
 
-    Without `lax.top_k`: the interpreter's warpgroups are computations that wait for each other, and it waits for a thread
-    that they have.
+    Without `lax.top_k`: the interpreter's warpgroups are computations that wait for each other, and
+    it waits for a thread that they have.
     """
     column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
     shape = plan.top_k, x.shape[0]
@@ -132,7 +135,8 @@ def _choose(plan: Plan, logits: list, keys_start: Any, ids_start: Any) -> tuple[
     first = lanes.times(lane, width)
     for start in range(0, len(keys), width):
         order = [lanes.plus(first, i) for i in range(width)]
-        # Neighbours change places only if the second is larger, so equal keys keep the order of their ids.
+        # Neighbours change places only if the second is larger, so equal keys keep the order of
+        # their ids.
         for i in range(width):
             for a in range(start + i % 2, start + width - 1, 2):
                 b, at = a + 1, a - start
@@ -155,7 +159,8 @@ def _choose(plan: Plan, logits: list, keys_start: Any, ids_start: Any) -> tuple[
         keys, places = carry[:-count], carry[-count:]
         heads = keys[::width]
         best = [lanes.largest(head) for head in heads]
-        # All maxima first: the compiler keeps the order of these instructions, and each waits for the one before.
+        # All maxima first: the compiler keeps the order of these instructions, and each waits for
+        # the one before.
         same = [lanes.lanes_where(lanes.equal(*both)) for both in zip(heads, best, strict=True)]
         to_key, to_id = (lanes.plus(start, lanes.times(j, 4)) for start in starts)
         left_keys, left_places = [], []
@@ -205,7 +210,8 @@ def _load_picks(plan: Plan, starts: tuple[Any, Any], lane: Any) -> tuple[list, l
 
 
 def _picks(plan: Plan, x_reg: jax.Array, count: int) -> list[jax.Array]:
-    """Entries 0 .. count of each column of x_reg float32 [k8, rows], each spread over the column as [k8, rows]."""
+    """Entries 0 .. count of each column of x_reg float32 [k8, rows], each spread over the column as
+    [k8, rows]."""
     shape = x_reg.shape
     if plan.interpreted:
         return [jnp.broadcast_to(x_reg[j], shape) for j in range(count)]
@@ -232,7 +238,8 @@ def _picks(plan: Plan, x_reg: jax.Array, count: int) -> list[jax.Array]:
 
 
 def softmax(plan: Plan, values_reg: jax.Array, total_smem: Any) -> jax.Array:
-    """Weights float32 [k8, rows] in registers of the chosen logits values_reg [k8, rows], in descending order.
+    """Weights float32 [k8, rows] in registers of the chosen logits values_reg [k8, rows], in
+    descending order.
 
     The denominator is total_smem float32 [64], or the sum of the chosen ones if None.
     """

@@ -1,18 +1,20 @@
 """Experts on a TPU: grouped products over a worklist, with weights unpacked on the chip.
 
-A grid step multiplies the rows of one item with one tile of its expert's weight. The tiles of a weight are
-the outer axis of the grid, so items of one expert, which are neighbours, share a tile that is read once.
-Steps past the last item repeat the blocks of the last one, which copies nothing, and compute nothing.
+A grid step multiplies the rows of one item with one tile of its expert's weight. The tiles of a
+weight are the outer axis of the grid, so items of one expert, which are neighbours, share a tile
+that is read once. Steps past the last item repeat the blocks of the last one, which copies nothing,
+and compute nothing.
 
-Every product has `TOKENS` rows and takes the columns of the weight in chunks of a fixed size, so a row's
-result does not depend on the other rows, as far as the chip multiplies each row by itself.
+Every product has `TOKENS` rows and takes the columns of the weight in chunks of a fixed size, so a
+row's result does not depend on the other rows, as far as the chip multiplies each row by itself.
 
 - bfloat16: one product over all columns.
-- fp8: widened to bfloat16, which is exact. Blocks of 128x128: a product for each, scaled in float32. One
-  scale a row: the sum is scaled.
+- fp8: widened to bfloat16, which is exact. Blocks of 128x128: a product for each, scaled in
+  float32. One scale a row: the sum is scaled.
 - mxfp4: bytes hold the elements of columns 2j and 2j + 1, so even and odd columns of x are separate
-  operands. Elements times their scale are exact in bfloat16, but for scales of 2^-127, which become 0.
-  The axes of the weight are swapped: libtpu stores rows of 1,440 bytes (GPT-OSS), which are no multiple of
+  operands. Elements times their scale are exact in bfloat16, but for scales of 2^-127, which become
+  0. The axes of the weight are swapped: libtpu stores rows of 1,440 bytes (GPT-OSS), which are no
+     multiple of
   128, by columns. The swap then moves nothing, and without it XLA would copy all experts.
 """
 
@@ -34,7 +36,8 @@ TOKENS = 32
 TILE = 256
 """Rows of a weight in a tile; a multiple of `formats.BLOCK`."""
 _MOST_COLUMNS = 8192
-"""Columns of a weight: a tile of them in bfloat16, twice, and as it is unpacked, must fit into VMEM."""
+"""Columns of a weight: a tile of them in bfloat16, twice, and as it is unpacked, must fit into
+VMEM."""
 
 
 def refusal(x: jax.Array, *weights: ExpertWeights) -> str | None:
@@ -209,7 +212,8 @@ def _mxfp4(x_vmem, values_vmem, scale_ref, part, n) -> jax.Array:
 
 
 def _e2m1(code: jax.Array) -> jax.Array:
-    """float32 values of 4-bit codes; an index of 2 or more is two exponent bits and one mantissa bit."""
+    """float32 values of 4-bit codes; an index of 2 or more is two exponent bits and one mantissa
+    bit."""
     index = code & 7
     top = jnp.where(index == 0, 0, 252 + index - (index == 1))
     return lax.bitcast_convert_type((top << 22) | ((code & 8) << 28), jnp.float32)

@@ -65,10 +65,12 @@ def normed_mixture(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, Mixture]:
-    """Adds `parts` and a bias to the residual stream h, norms it, routes the rows and runs their experts.
+    """Adds `parts` and a bias to the residual stream h, norms it, routes the rows and runs their
+    experts.
 
-    The results are those of `add_rms_norm`, `partial_products` and `mixture`. On Hopper one kernel does for few rows what
-    otherwise a norm and a product do (`mosaic_norm_product`), or these and a plan (`mosaic_norm_route`), with the same bits.
+    The results are those of `add_rms_norm`, `partial_products` and `mixture`. On Hopper one kernel
+    does for few rows what otherwise a norm and a product do (`mosaic_norm_product`), or these and a
+    plan (`mosaic_norm_route`), with the same bits.
 
     Args:
       h: [..., D].
@@ -116,7 +118,8 @@ def normed_mixture(
 def _fused(
     h: jax.Array, router: Router, experts: Experts, launch: Launch
 ) -> Literal["plan", "product"] | None:
-    """What one kernel does after the norm: the router's product, or also the plan of all experts."""
+    """What one kernel does after the norm: the router's product, or also the plan of all
+    experts."""
     # Slow imports that CPU use does not need.
     from pallas_kernels.moe import mosaic_norm_product, mosaic_norm_route
 
@@ -154,6 +157,7 @@ def _planned(
 
 
 def row_dtypes(dtype: jnp.dtype, gate_up: ExpertWeights) -> tuple[jnp.dtype, ...]:
-    """Dtypes in which the norm stores rows of a stream of `dtype`: that of the router, and the experts' if it is another."""
+    """Dtypes in which the norm stores rows of a stream of `dtype`: that of the router, and the
+    experts' if it is another."""
     own = row_dtype(gate_up.values, gate_up.scale, dtype)
     return (own,) if own == dtype else (jnp.dtype(dtype), own)

@@ -1,9 +1,10 @@
 """Reference of routing and of a mixture of experts: a loop over the experts.
 
-A row's result does not depend on the other rows. Experts are visited by ascending id; each adds only to
-the rows that chose it. An expert's result, bias included, is rounded to the activations' dtype, then weighted
-and added in float32. Products always have `ROWS` rows, because XLA chooses the order of a sum over K by
-the shape of the whole product (on a CPU for one row, one column, or few columns and many K).
+A row's result does not depend on the other rows. Experts are visited by ascending id; each adds
+only to the rows that chose it. An expert's result, bias included, is rounded to the activations'
+dtype, then weighted and added in float32. Products always have `ROWS` rows, because XLA chooses the
+order of a sum over K by the shape of the whole product (on a CPU for one row, one column, or few
+columns and many K).
 """
 
 from collections.abc import Callable
@@ -42,7 +43,8 @@ def route(logits: jax.Array, top_k: int, normalize: bool) -> tuple[jax.Array, ja
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    """Pairwise sum [R, n] -> [R, 1]. XLA orders a reduction by the number of rows, but not these adds."""
+    """Pairwise sum [R, n] -> [R, 1]. XLA orders a reduction by the number of rows, but not these
+    adds."""
     while (n := x.shape[1]) > 1:
         x = jnp.pad(x, ((0, 0), (0, n % 2)))
         x = x[:, : (n + 1) // 2] + x[:, (n + 1) // 2 :]

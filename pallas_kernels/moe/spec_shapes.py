@@ -14,14 +14,16 @@ MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One kernel on bfloat16 rows, gate_up of tiles on float16 rows: experts [E, 2, inner, width] and [E, width, inner].
+    """One kernel on bfloat16 rows, gate_up of tiles on float16 rows: experts [E, 2, inner, width]
+    and [E, width, inner].
 
     Attributes:
       kernel: norm_product is `mosaic_norm_product.norm_and_product`, norm_route
-        `mosaic_norm_route.norm_and_route`, plan `mosaic_plan.route_and_plan`, place `mosaic_place.route_and_place`; sort is the kernel
-        `route` with XLA's worklist, for what `place` does not fit. The other names are those of the functions.
-      items: items of gate_up and down, about as many as random routing gives; they touch as many experts
-        as possible.
+        `mosaic_norm_route.norm_and_route`, plan `mosaic_plan.route_and_plan`, place
+        `mosaic_place.route_and_place`; sort is the kernel `route` with XLA's worklist, for what
+        `place` does not fit. The other names are those of the functions.
+      items: items of gate_up and down, about as many as random routing gives; they touch as many
+        experts as possible.
       form: format of the experts' weights.
       bias: whether the router, or the experts, have a bias; norm_route and
         norm_product: also the sum of the parts.
@@ -49,8 +51,8 @@ class Spec:
 
     @property
     def chips(self) -> tuple[int, ...]:
-        """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows, and only Blackwell in
-        data centres multiplies mxfp8."""
+        """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows, and
+        only Blackwell in data centres multiplies mxfp8."""
         if self.kernel in ("norm_product", "norm_route"):
             return (90,)
         if self.kernel == "place" and self.rows > 8192:

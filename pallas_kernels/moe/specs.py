@@ -63,7 +63,8 @@ def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def bytes(spec: Spec) -> int:
-    """Minimum memory traffic: each argument and result once, of the weights only touched experts."""
+    """Minimum memory traffic: each argument and result once, of the weights only touched
+    experts."""
     function, args = build(spec)
     with dispatch.references():
         results = jax.tree.leaves(jax.eval_shape(function, *args))
@@ -76,7 +77,8 @@ def bytes(spec: Spec) -> int:
 
 
 def compared(spec: Spec, results: Any) -> Any:
-    """The results without padding. Of a norm with its router only the rows: a rounding may decide between two experts."""
+    """The results without padding. Of a norm with its router only the rows: a rounding may decide
+    between two experts."""
     if spec.kernel == "norm_route":
         return results[:3]
     if spec.kernel not in ("route", "plan", "place", "sort"):
@@ -99,7 +101,8 @@ def _experts_of_items(spec: Spec, key: jax.Array) -> jax.Array:
 
 
 def _config(spec: Spec):
-    """The default's, of the kernel and of its reference alike: on a CPU that of an H200, which the interpreter imitates."""
+    """The default's, of the kernel and of its reference alike: on a CPU that of an H200, which the
+    interpreter imitates."""
     from pallas_kernels.moe import mosaic_gpu  # a slow import that references spare
 
     device = dispatch.device()
@@ -148,7 +151,8 @@ def _route(spec: Spec) -> tuple[Callable, tuple]:
 
 
 def _plan(spec: Spec) -> tuple[Callable, tuple]:
-    """logits [R, E][, bias [E]][, first []] -> weights, slots [k, R], experts [items], num_items [1]; a kernel pads all."""
+    """logits [R, E][, bias [E]][, first []] -> weights, slots [k, R], experts [items], num_items
+    [1]; a kernel pads all."""
 
     def run(logits, *rest):
         first = rest[-1] if spec.own else None
@@ -172,8 +176,9 @@ def _plan(spec: Spec) -> tuple[Callable, tuple]:
 
 
 def _norm(spec: Spec) -> tuple[Callable, tuple]:
-    """h [R, width], parts [S, R, width], scale [width], weight [E, width][, bias [width][, router bias [E]]]
-    -> sum, normed twice [R, width], and as `_plan`; of norm_product the logits float32 [R, E] instead."""
+    """h [R, width], parts [S, R, width], scale [width], weight [E, width][, bias [width][, router
+    bias [E]]] -> sum, normed twice [R, width], and as `_plan`; of norm_product the logits float32
+    [R, E] instead."""
     dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
     config = _config(spec)
     plan = dict(tokens=config.tokens, shared=config.shared)
@@ -242,7 +247,8 @@ def _sorted_by_definition(spec: Spec, logits, bias) -> tuple[jax.Array, ...]:
 
 
 def _spread(spec: Spec) -> tuple[Callable, tuple]:
-    """x [R, width], slots [k, R], a permutation of the buffer's rows -> the buffer [k * R, width]."""
+    """x [R, width], slots [k, R], a permutation of the buffer's rows -> the buffer
+    [k * R, width]."""
     size = spec.top_k * spec.rows
 
     def run(x, slots):
@@ -258,7 +264,8 @@ def _spread(spec: Spec) -> tuple[Callable, tuple]:
 
 
 def _gate_up(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
-    """x [rows, width], experts [items], num_items [1], weight -> bfloat16 [items * tokens, inner]."""
+    """x [rows, width], experts [items], num_items [1], weight -> bfloat16
+    [items * tokens, inner]."""
     config = config or _config(spec)
 
     def run(x, experts, num_items, *leaves):
@@ -281,7 +288,8 @@ def _gate_up(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
 
 
 def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
-    """inner [items * tokens, inner], experts, num_items, weight -> bfloat16 [items * tokens, width]."""
+    """inner [items * tokens, inner], experts, num_items, weight -> bfloat16
+    [items * tokens, width]."""
     config = config or _config(spec)
 
     def run(inner, experts, num_items, *leaves):
@@ -319,7 +327,8 @@ def _logits(spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def _items(spec: Spec, rows: int, K: int, outputs: tuple[int, ...]) -> tuple:
-    """Shapes of x [rows, K], experts, num_items, values[, scale][, bias] of [E, *outputs, K][, x_scale].
+    """Shapes of x [rows, K], experts, num_items, values[, scale][, bias] of [E, *outputs,
+    K][, x_scale].
 
     K is rounded up to whole tiles of mxfp8.
     """

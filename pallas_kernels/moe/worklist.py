@@ -34,7 +34,8 @@ def most_items(R: int, E: int, top_k: int, tokens: int, shared: bool) -> int:
 def make_worklist(ids: jax.Array, E: int, tokens: int, shared: bool) -> Worklist:
     """Builds the worklist in jnp from ids [k, R] int32, which are distinct within a row.
 
-    With `shared` each item contains all R <= tokens rows, also those that did not choose its expert.
+    With `shared` each item contains all R <= tokens rows, also those that did not choose its
+    expert.
     """
     top_k, R = ids.shape
     hit = (ids[..., None] == jnp.arange(E)).any(0).astype(jnp.int32)  # [R, E]
@@ -53,11 +54,12 @@ def make_worklist(ids: jax.Array, E: int, tokens: int, shared: bool) -> Worklist
 def own_items(
     work: Worklist, weights: jax.Array, first: jax.Array, count: int, tokens: int
 ) -> tuple[Worklist, jax.Array]:
-    """The items of the experts `first` .. `first + count`, and the weights of their parts; others have 0.
+    """The items of the experts `first` .. `first + count`, and the weights of their parts; others
+    have 0.
 
-    Items are in the order of experts, so those of consecutive experts are adjacent; they move to the front.
-    Slots of other experts become the last row of the buffer. These experts do not use that row: if there are
-    other items, the items at the front leave the last one free.
+    Items are in the order of experts, so those of consecutive experts are adjacent; they move to
+    the front. Slots of other experts become the last row of the buffer. These experts do not use
+    that row: if there are other items, the items at the front leave the last one free.
 
     Args:
       weights: [k, R'] float32.

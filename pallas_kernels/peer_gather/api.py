@@ -1,7 +1,8 @@
-"""All-gather between the GPUs of one process without a library: a kernel stores into the memory of its peers.
+"""All-gather between the GPUs of one process without a library: a kernel stores into the memory of
+its peers.
 
-It is a node of a CUDA graph like any other kernel, where NCCL's collectives lie between graphs. `mailbox` has the
-protocol.
+It is a node of a CUDA graph like any other kernel, where NCCL's collectives lie between graphs.
+`mailbox` has the protocol.
 """
 
 import math
@@ -30,19 +31,21 @@ def gather_sum(
     axis: str,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The sums `(((p0 + p1) + p2) + ...).astype(dtype)` of all devices, by rank; within `shard_map`.
+    """The sums `(((p0 + p1) + p2) + ...).astype(dtype)` of all devices, by rank; within
+    `shard_map`.
 
     Calls of a program must depend on each other by `links`: all devices then run them in one order.
 
     Args:
       parts: [S, ...], this device's, for which `refusal` is None.
       dtype: of the sums.
-      links: int32 [LINKS], this device's table with the numbers of all messages before (`mailbox.table`).
+      links: int32 [LINKS], this device's table with the numbers of all messages before
+        (`mailbox.table`).
       num_devices: n.
       axis: name of the mesh axis with the n devices.
     Returns:
-      [n, ...] of `dtype`, and the table after this message, updated in place if donated. A float NaN may become
-      another NaN.
+      [n, ...] of `dtype`, and the table after this message, updated in place if donated. A float
+      NaN may become another NaN.
     Raises:
       ValueError: `refusal` is not None, or links has another shape.
     """
@@ -70,7 +73,8 @@ def gather_mixture(
     axis: str,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The sums `mixture.added(num_rows)` of all devices: bfloat16 [n, R, D]; otherwise as `gather_sum`.
+    """The sums `mixture.added(num_rows)` of all devices: bfloat16 [n, R, D]; otherwise as
+    `gather_sum`.
 
     Raises:
       ValueError: `mixture_refusal` is not None, or links has another shape.

@@ -1,6 +1,7 @@
 """What a thread of `peer_gather` sends: sums of parts, or weighted sums of the results of experts.
 
-Products and sums are rounded one by one, as in XLA's definition: `mul.rn` and `add.rn` are never contracted.
+Products and sums are rounded one by one, as in XLA's definition: `mul.rn` and `add.rn` are never
+contracted.
 """
 
 from typing import Any

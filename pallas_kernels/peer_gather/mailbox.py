@@ -1,28 +1,32 @@
-"""Memory that the GPUs of one process write for each other, and the table with which a GPU finds it.
+"""Memory that the GPUs of one process write for each other, and the table with which a GPU finds
+it.
 
-Each GPU has a mailbox, int32 [2, n, BLOCKS, UNITS, 4]: slot, sender, thread block, unit, words. All words are EMPTY
-before the first message. A sender stores units of four words, none of which is EMPTY. The receiver reads a unit again
-and again until no word of it is EMPTY, and then stores EMPTY in its place. A word arrives whole, so no fence and no
-flag is needed. This is the "Lamport" protocol of TensorRT-LLM's all-reduce.
+Each GPU has a mailbox, int32 [2, n, BLOCKS, UNITS, 4]: slot, sender, thread block, unit, words. All
+words are EMPTY before the first message. A sender stores units of four words, none of which is
+EMPTY. The receiver reads a unit again and again until no word of it is EMPTY, and then stores EMPTY
+in its place. A word arrives whole, so no fence and no flag is needed. This is the "Lamport"
+protocol of TensorRT-LLM's all-reduce.
 
-**What a unit holds.** Four words of floats: a NaN with the bits of EMPTY becomes another NaN, nothing else changes.
-Or two words of any bits, each as two halves of 16 bits.
+**What a unit holds.** Four words of floats: a NaN with the bits of EMPTY becomes another NaN,
+nothing else changes. Or two words of any bits, each as two halves of 16 bits.
 
-**Messages are counted for each thread block.** Thread block b of a message writes only the units of b, on all
-GPUs alike, and adds one to its number. All GPUs run the same messages in the same order, so they agree on it.
+**Messages are counted for each thread block.** Thread block b of a message writes only the units of
+b, on all GPUs alike, and adds one to its number. All GPUs run the same messages in the same order,
+so they agree on it.
 
-**Two slots are enough.** Message m uses slot m mod 2, the slot of message m - 2. A GPU that sends m has received m - 1
-from each peer. A peer sent it in the kernel of m - 1, which began after the peer's kernel of m - 2 had ended. So the peer
-has read message m - 2 and emptied its units.
+**Two slots are enough.** Message m uses slot m mod 2, the slot of message m - 2. A GPU that sends m
+has received m - 1 from each peer. A peer sent it in the kernel of m - 1, which began after the
+peer's kernel of m - 2 had ended. So the peer has read message m - 2 and emptied its units.
 
-A table is int32 [LINKS]: the GPU's rank, a zero, the addresses of all mailboxes by rank (64 bits each, low word
-first), and from `COUNTERS` on the number of the last message of each thread block.
+A table is int32 [LINKS]: the GPU's rank, a zero, the addresses of all mailboxes by rank (64 bits
+each, low word first), and from `COUNTERS` on the number of the last message of each thread block.
 """
 
 import numpy as np
 
 BLOCKS = 128
-"""Most thread blocks of a message. All of them run at once on a GPU with as many multiprocessors."""
+"""Most thread blocks of a message. All of them run at once on a GPU with as many
+multiprocessors."""
 THREADS = 128
 EMPTY = -1
 OTHER_NAN = 0x7FFFFFFF

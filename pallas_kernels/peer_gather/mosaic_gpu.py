@@ -1,10 +1,12 @@
-"""The kernel of `peer_gather`: each thread block sends its part of a message to all peers and receives theirs.
+"""The kernel of `peer_gather`: each thread block sends its part of a message to all peers and
+receives theirs.
 
-A kernel may wait for another GPU because all of its thread blocks run at once: there are at most 128, of 128 threads
-without shared memory, and two of them fit on a multiprocessor. Thread block b waits for thread blocks b of its peers only.
+A kernel may wait for another GPU because all of its thread blocks run at once: there are at most
+128, of 128 threads without shared memory, and two of them fit on a multiprocessor. Thread block b
+waits for thread blocks b of its peers only.
 
-The body is inline MLIR, on the registers of one thread: Pallas has no loads and stores at an address that is a
-number. `loads` has what a thread sends.
+The body is inline MLIR, on the registers of one thread: Pallas has no loads and stores at an
+address that is a number. `loads` has what a thread sends.
 """
 
 import functools
@@ -203,7 +205,10 @@ def _emit(loads, links, out, block, num_devices: int, num_units: int, each: int)
                 words = [mlir.llvm.extractvalue(mlir.i32(), received, [i]) for i in range(4)]
                 store(peer, unit, _joined(words) if halved else words)
     # The number changes after all threads have read it.
-    text = "{ .reg .pred first; bar.sync 1, 128; setp.eq.s32 first, $2, 0; @first st.global.b32 [$0], $1; }"
+    text = (
+        "{ .reg .pred first; bar.sync 1, 128; setp.eq.s32 first, $2, 0; "
+        "@first st.global.b32 [$0], $1; }"
+    )
     asm(text, "l,r,r", [counter, number, thread])
 
 

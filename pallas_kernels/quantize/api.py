@@ -1,4 +1,5 @@
-"""Quantised rows for products with fp8 weights: kernels of the definition `activations.quantize`."""
+"""Quantised rows for products with fp8 weights: kernels of the definition
+`activations.quantize`."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ _TILE = 8  # groups
 
 
 def quantize(x: jax.Array, launch: Launch) -> Quantized:
-    """Quantises rows x [R, K]; a copy pads odd numbers of rows, so callers that pad anyway do it before.
+    """Quantises rows x [R, K]; a copy pads odd numbers of rows, so callers that pad anyway do it
+    before.
 
     Widths that are no multiple of 128 take XLA's code, whatever R is.
     """
@@ -33,8 +35,8 @@ def spread(x: jax.Array, slots: jax.Array, size: int, launch: Launch) -> Quantiz
     """Quantises rows x [R, K] and copies row r to the rows `slots[:, r]` of `size`.
 
     Args:
-      slots: int32 [k, R'], R' >= R, distinct but for rows that are never read; other rows of the result are
-        undefined.
+      slots: int32 [k, R'], R' >= R, distinct but for rows that are never read; other rows of the
+        result are undefined.
       size: a multiple of 8; K is a multiple of 64.
     Returns:
       values [size, K], scale [groups, size].

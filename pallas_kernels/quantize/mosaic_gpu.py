@@ -1,8 +1,9 @@
-"""Kernels that quantise rows to e4m3, one scale for each row and group of 128 columns; one source for all chips.
+"""Kernels that quantise rows to e4m3, one scale for each row and group of 128 columns; one source
+for all chips.
 
 A tile has 8 groups. 16 threads share a group: each loads 16 bytes, so a group is one read of 256
-bytes, and its largest magnitude is found by shuffles within a warp. Nothing crosses warps, so a group's numbers
-depend on the group alone, in whatever tile it lies.
+bytes, and its largest magnitude is found by shuffles within a warp. Nothing crosses warps, so a
+group's numbers depend on the group alone, in whatever tile it lies.
 
     quantize, 8 rows or more   a tile is one group of 8 rows: their scales are adjacent
     quantize, fewer rows       a block has one row, in tiles of 8 groups
@@ -45,12 +46,14 @@ def _quantized(x_reg: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _tiles(groups: int) -> list:
-    """Slices of 8 groups of a row; the last overlaps the one before it and stores the same numbers again."""
+    """Slices of 8 groups of a row; the last overlaps the one before it and stores the same numbers
+    again."""
     return [pl.ds(min(first, groups - GROUPS), GROUPS) for first in range(0, groups, GROUPS)]
 
 
 def _tiles_of_block(R: int, groups: int) -> int:
-    """Tiles of 8 rows in a block: up to four of adjacent groups, as long as there are a thousand blocks."""
+    """Tiles of 8 rows in a block: up to four of adjacent groups, as long as there are a thousand
+    blocks."""
     return next(
         n for n in (4, 3, 2, 1) if n == 1 or (groups % n == 0 and R // 8 * groups >= n * 1024)
     )
@@ -58,7 +61,8 @@ def _tiles_of_block(R: int, groups: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("launch",))
 def quantize(x: jax.Array, launch: Launch) -> Quantized:
-    """x [R, K], K a multiple of 128; R is a multiple of 8, or less than 8 with at least 8 groups."""
+    """x [R, K], K a multiple of 128; R is a multiple of 8, or less than 8 with at least 8
+    groups."""
     R, K = x.shape
     groups = K // BLOCK
     few = R < GROUPS
@@ -94,7 +98,8 @@ def quantize(x: jax.Array, launch: Launch) -> Quantized:
 
 @functools.partial(jax.jit, static_argnames=("size", "launch"))
 def spread(x: jax.Array, slots: jax.Array, size: int, launch: Launch) -> Quantized:
-    """Quantises x [R, K] and copies row r to the rows `slots[:, r]` of `size`; other rows stay undefined.
+    """Quantises x [R, K] and copies row r to the rows `slots[:, r]` of `size`; other rows stay
+    undefined.
 
     K is a multiple of 128 and at least 1,024, size a multiple of 8.
     """

@@ -60,24 +60,27 @@ def add_rms_norm(
 ) -> tuple[jax.Array, ...]:
     """Adds `delta` to the residual stream and norms the sum.
 
-    `delta` may be parts: the partial sums of a K-split product, or the results of a row's experts. The
-    sum is `sum_s weights[s, r] * delta[rows[s, r]]`, in float32 and by ascending s. It may be normed before
-    it is added (`inner`), and what it makes of h multiplied (`factor`), as in Gemma.
+    `delta` may be parts: the partial sums of a K-split product, or the results of a row's experts.
+    The sum is `sum_s weights[s, r] * delta[rows[s, r]]`, in float32 and by ascending s. It may be
+    normed before it is added (`inner`), and what it makes of h multiplied (`factor`), as in Gemma.
 
     Args:
       h: [..., D].
-      delta: [..., D], or parts [S, ..., D] with S from 1 to 32; with `routed` a buffer [P, D]. Float32 or
-        bfloat16, independent of h; converted to float32 before it is weighted and added.
+      delta: [..., D], or parts [S, ..., D] with S from 1 to 32; with `routed` a buffer [P, D].
+        Float32 or bfloat16, independent of h; converted to float32 before it is weighted and added.
       scale: [D].
-      routed: (weights float32 [S, R'], rows int32 [S, R']), R' not below the number of rows of h: part s of
-        row r is `delta[rows[s, r]]`.
+      routed: (weights float32 [S, R'], rows int32 [S, R']), R' not below the number of rows of h:
+        part s of row r is `delta[rows[s, r]]`.
       bias: [D], added to the sum of the parts; refused with `routed`.
-      inner: (scale [D], eps); the sum of the parts is rounded to `h.dtype`, and its `rms_norm` is added.
+      inner: (scale [D], eps); the sum of the parts is rounded to `h.dtype`, and its `rms_norm` is
+        added.
       factor: [1], multiplies `h + delta`.
-      out_dtypes: dtypes of the norm, one for each copy of it that is needed; default one in `h.dtype`. float16 saturates.
+      out_dtypes: dtypes of the norm, one for each copy of it that is needed; default one in
+        `h.dtype`. float16 saturates.
     Returns:
-      `(h + delta) * factor` in `h.dtype`, then `rms_norm` of it in each of `out_dtypes`; all [..., D]. Every sum, norm
-      and product is rounded to `h.dtype` once, before the next operation. The bits of a row do not depend on other rows.
+      `(h + delta) * factor` in `h.dtype`, then `rms_norm` of it in each of `out_dtypes`; all [...,
+      D]. Every sum, norm and product is rounded to `h.dtype` once, before the next operation. The
+      bits of a row do not depend on other rows.
     Raises:
       ValueError: shapes do not fit.
       NotImplementedError: the kernel is requested and does not support these arguments.

@@ -1,15 +1,17 @@
-"""Kernel of RMSNorm with an optional residual sum, for Hopper and Blackwell: one thread block per row.
+"""Kernel of RMSNorm with an optional residual sum, for Hopper and Blackwell: one thread block per
+row.
 
-A row is divided into strips of 512 columns, four per thread. All strips are loaded to registers before
-anything is stored, because small batches are bound by latency. The only traffic between threads is the
-sum of squares. The order of that sum depends on the width only, so the bits of a row do not depend on
-other rows.
+A row is divided into strips of 512 columns, four per thread. All strips are loaded to registers
+before anything is stored, because small batches are bound by latency. The only traffic between
+threads is the sum of squares. The order of that sum depends on the width only, so the bits of a row
+do not depend on other rows.
 
-Hazard: Mosaic's cross-warp reduction uses one scratch buffer per block but synchronises one warpgroup
-only. If warpgroups reduced different numbers at the same time, they would race. So the warpgroups first
-exchange their squares through shared memory, and then all reduce the same numbers. Two norms of a row are two
-such reductions. The second takes squares and a phase of the barrier of its own: no warpgroup begins it before all
-have stored squares that depend on the result of the first.
+Hazard: Mosaic's cross-warp reduction uses one scratch buffer per block but synchronises one
+warpgroup only. If warpgroups reduced different numbers at the same time, they would race. So the
+warpgroups first exchange their squares through shared memory, and then all reduce the same numbers.
+Two norms of a row are two such reductions. The second takes squares and a phase of the barrier of
+its own: no warpgroup begins it before all have stored squares that depend on the result of the
+first.
 """
 
 import functools
@@ -49,8 +51,8 @@ class TuningConfig:
 def tuning(tiles: int) -> TuningConfig:
     """Config with the fewest strips per thread, in at most four warpgroups.
 
-    If strips do not divide the row, the last strip starts early and overlaps the one before it. Both must
-    belong to one warpgroup, because two warpgroups must not write the same columns.
+    If strips do not divide the row, the last strip starts early and overlaps the one before it.
+    Both must belong to one warpgroup, because two warpgroups must not write the same columns.
     """
     strip = 8 if tiles >= 8 else 4
     needed = -(-tiles // strip)
@@ -67,7 +69,8 @@ class Added(NamedTuple):
 
     Attributes:
       parts: [S, R, D], or with sources a buffer [P, D].
-      weights: [S, R'] float32 with sources: part s of row r is parts[sources[s, r]] * weights[s, r].
+      weights: [S, R'] float32 with sources: part s of row r is parts[sources[s, r]] *
+        weights[s, r].
       sources: [S, R'] int32.
       bias: [D].
       inner_scale: [D], of the norm of the sum of the parts.
@@ -157,10 +160,12 @@ class RowNorm(NamedTuple):
         row: "LoadedRow",
         g: Any,
         sum_gmem: Any,  # [tiles, 64], if something is added
-        squares_smem: Any,  # [norms, groups, strip, 64] float32; no other call of the block uses them
+        # [norms, groups, strip, 64] float32; no other call of the block uses them
+        squares_smem: Any,
         stored_barrier: Any,  # all warpgroups have stored their squares; completes once a norm
     ) -> Iterator[tuple[Any, jax.Array]]:
-        """Stores the sum of a row; yields the strips of warpgroup g, and what the norm makes of each, in float32."""
+        """Stores the sum of a row; yields the strips of warpgroup g, and what the norm makes of
+        each, in float32."""
         tiles, config = self.D // _TILE, self.config
         load = lambda ref: plgpu.load(ref, layout=self.layout, optimized=False)
 
@@ -177,7 +182,8 @@ class RowNorm(NamedTuple):
             square = _summed(squares)
             if config.groups > 1:
                 squares_smem[norm, g] = square
-                plgpu.commit_smem()  # orders the stores of all threads of the warpgroup before the arrive
+                # orders the stores of all threads of the warpgroup before the arrive
+                plgpu.commit_smem()
                 plgpu.barrier_arrive(stored_barrier)
                 plgpu.barrier_wait(stored_barrier)
                 square = _summed([load(squares_smem.at[norm, i]) for i in range(config.groups)])

@@ -1,4 +1,5 @@
-"""Reference of RMSNorm and the residual sum before it: computed in float32, stored in the dtype of h or another, see `activations.rounded`."""
+"""Reference of RMSNorm and the residual sum before it: computed in float32, stored in the dtype of
+h or another, see `activations.rounded`."""
 
 from collections.abc import Sequence
 

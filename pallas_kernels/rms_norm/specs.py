@@ -17,9 +17,10 @@ MMA: dict[int, str] = {}
 class Spec:
     """bfloat16 rows; `parts` terms are added first, 0 for none.
 
-    Parts are float32 partial sums of a product, which may have a bias, or bfloat16 results of experts if `weighted`.
-    Their sum is normed before it is added if `inner`; what it makes of h is multiplied if `factor`. The norm is stored in
-    `out`: float16 for products with fp8 weights in tiles, bfloat16 for a router and plain weights.
+    Parts are float32 partial sums of a product, which may have a bias, or bfloat16 results of
+    experts if `weighted`. Their sum is normed before it is added if `inner`; what it makes of h is
+    multiplied if `factor`. The norm is stored in `out`: float16 for products with fp8 weights in
+    tiles, bfloat16 for a router and plain weights.
     """
 
     rows: int
@@ -72,7 +73,8 @@ SPECS = {
 
 
 def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """(function, args): the kernel, and shapes of h[, parts], scale[, weights, rows][, bias][, inner scale][, factor]."""
+    """(function, args): the kernel, and shapes of h[, parts], scale[, weights, rows][,
+    bias][, inner scale][, factor]."""
     R, D, S = spec.rows, spec.width, spec.parts
     h = jax.ShapeDtypeStruct((R, D), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((D,), jnp.bfloat16)

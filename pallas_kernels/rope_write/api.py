@@ -51,15 +51,16 @@ def rope_write(
     bias: jax.Array | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes q, k and v of new rows and writes k and v to the cache, as `reference.write_kv` does.
+    """Computes q, k and v of new rows and writes k and v to the cache, as `reference.write_kv`
+    does.
 
-    A head is rounded to `form.dtype` where separate layers would round: after sum and bias, after the norm,
-    and after RoPE, which is computed in float32 on halves.
+    A head is rounded to `form.dtype` where separate layers would round: after sum and bias, after
+    the norm, and after RoPE, which is computed in float32 on halves.
 
-    V in the cache is always finite: attention multiplies masked values by 0, and 0 * NaN would spread one
-    row's NaN to every row that shares the page. A non-finite element of v is stored as 0, and the same
-    element of k as NaN. Attention masks scores by selection, so exactly the rows that see the key become
-    NaN.
+    V in the cache is always finite: attention multiplies masked values by 0, and 0 * NaN would
+    spread one row's NaN to every row that shares the page. A non-finite element of v is stored as
+    0, and the same element of k as NaN. Attention masks scores by selection, so exactly the rows
+    that see the key become NaN.
 
     Args:
       qkv: [B, T, form.width(K, H)], or float32 partial sums [S, B, T, width] of a K-split product,
@@ -67,8 +68,8 @@ def rope_write(
       k_pages, v_pages: [P, Z, K, H] pages of one layer; donate them and they are updated in place.
         for float8_e4m3fn pages, rounded values are saturated.
       angles: float32 cosines and sines, each [B, T, H / 2].
-      page_table: [B, W] int32. Page 0 is a dummy page unless the table is a ring: writes to it may be
-        dropped.
+      page_table: [B, W] int32. Page 0 is a dummy page unless the table is a ring: writes to it may
+        be dropped.
       positions: [B, T] int32.
       norms: norm weights of the heads of q and of k, both [H].
       bias: [width].

@@ -1,11 +1,11 @@
 """Kernel from the q/k/v projection to attention: sum, bias, norms, RoPE, and in-place cache write.
 
-One source for Hopper and Blackwell. A thread block handles one row and up to four heads of one kind (q, k or
-v), one warp per head, so that a small batch uses many SMs. A head is in registers as two halves:
-RoPE is elementwise and the norm is a reduction over the lanes of one warp. A k block also computes v, to
-mark its non-finite elements in k. Everything is loaded straight to registers, because small batches are
-bound by latency. The computation of a head depends on the head dim only, so its bits do not depend on other
-rows and heads.
+One source for Hopper and Blackwell. A thread block handles one row and up to four heads of one kind
+(q, k or v), one warp per head, so that a small batch uses many SMs. A head is in registers as two
+halves: RoPE is elementwise and the norm is a reduction over the lanes of one warp. A k block also
+computes v, to mark its non-finite elements in k. Everything is loaded straight to registers,
+because small batches are bound by latency. The computation of a head depends on the head dim only,
+so its bits do not depend on other rows and heads.
 """
 
 import dataclasses
@@ -56,7 +56,8 @@ class _Plan:
 
     @property
     def layout(self):
-        """Register layout [heads, half]: one head per warp; warps are replicated below four heads."""
+        """Register layout [heads, half]: one head per warp; warps are replicated below four
+        heads."""
         vector = min(4, self.half // _LANES)
         tiling = plgpu.Tiling(((self.heads, _LANES * vector), (vector,)))
         copies = _WARPS // self.heads
@@ -83,9 +84,20 @@ def rope_write(
     parts = qkv.reshape(-1, *qkv.shape[-3:-1], qkv.shape[-1] // H, H)
     S, B, T = parts.shape[:3]
     plan = _Plan(
-        B, T, num_heads, K, H, Z, table.shape[1], S, eps,
-        norms[0] is not None, bias is not None, *value, ring,
-    )  # fmt: skip
+        B,
+        T,
+        num_heads,
+        K,
+        H,
+        Z,
+        table.shape[1],
+        S,
+        eps,
+        norms[0] is not None,
+        bias is not None,
+        *value,
+        ring,
+    )
     operands = [parts, *(x.astype(jnp.float32) for x in angles)]
     operands += [x.astype(jnp.int32) for x in (table, positions)]
     operands += norms if plan.has_norms else ()
@@ -116,7 +128,8 @@ def _kernel(plan: _Plan, interpret):
         first = block * G  # first head of the block, among all heads of the projection
 
         def times(x, y):
-            """The rounded product. The compiler would fuse one of two products with their sum; which one depends on the number of parts."""
+            """The rounded product. The compiler would fuse one of two products with their sum;
+            which one depends on the number of parts."""
             return rounded_product(x, y, layout, interpret)
 
         def load_row(row_gmem, *index):
@@ -125,7 +138,8 @@ def _kernel(plan: _Plan, interpret):
             return lax.broadcast_in_dim(x.astype(jnp.float32), (G, plan.half), (1,))
 
         def project(first):
-            """Sum of the parts plus bias, rounded, of G heads from `first` on: two halves [G, half]."""
+            """Sum of the parts plus bias, rounded, of G heads from `first` on: two halves
+            [G, half]."""
             halves_reg = []
             for half in halves:
                 index = (pl.ds(first, G), half)

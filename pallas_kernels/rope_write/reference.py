@@ -63,10 +63,11 @@ def write_kv(
     positions: jax.Array,
     ring: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Stores row (b, t) at position `positions[b, t]` of sequence b: one scatter, in place if donated.
+    """Stores row (b, t) at position `positions[b, t]` of sequence b: one scatter, in place if
+    donated.
 
-    A position past the page table, or one whose entry is 0, is written to page 0, a dummy page that is
-    never read. With Z = 4 and a page table row [7, 3], position 5 is slot 1 of page 3.
+    A position past the page table, or one whose entry is 0, is written to page 0, a dummy page that
+    is never read. With Z = 4 and a page table row [7, 3], position 5 is slot 1 of page 3.
 
     Args:
       k_pages, v_pages: [P, Z, K, H] pages of one layer; float8_e4m3fn saturates.

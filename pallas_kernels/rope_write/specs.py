@@ -16,7 +16,8 @@ MMA: dict[int, str] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """New rows for a cache of `length` positions per sequence; `parts` float32 terms, or 0 for bfloat16."""
+    """New rows for a cache of `length` positions per sequence; `parts` float32 terms, or 0 for
+    bfloat16."""
 
     batch: int
     rows: int
@@ -98,10 +99,17 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
 
     def run(qkv, k_pages, v_pages, cos, sin, page_table, positions, *weights):
         return api.rope_write(
-            qkv, k_pages, v_pages, angles=(cos, sin), page_table=page_table, positions=positions,
-            form=spec.form, norms=weights[:2] if spec.qk_norm else None,
-            bias=weights[-1] if spec.bias else None, implementation="mosaic_gpu",
-        )  # fmt: skip
+            qkv,
+            k_pages,
+            v_pages,
+            angles=(cos, sin),
+            page_table=page_table,
+            positions=positions,
+            form=spec.form,
+            norms=weights[:2] if spec.qk_norm else None,
+            bias=weights[-1] if spec.bias else None,
+            implementation="mosaic_gpu",
+        )
 
     return run, args
 

@@ -20,8 +20,8 @@ def top(
 ) -> tuple[jax.Array, jax.Array]:
     """The `count` largest of `values`, largest first; equal ones by ascending index.
 
-    The first is that of `jnp.argmax` where no value is NaN. NaN counts as -inf. If fewer than `count` values
-    are above -inf, the places of the others are any.
+    The first is that of `jnp.argmax` where no value is NaN. NaN counts as -inf. If fewer than
+    `count` values are above -inf, the places of the others are any.
 
     Args:
       values: [..., V] float32 with V at least `count`.

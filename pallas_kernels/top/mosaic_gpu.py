@@ -1,11 +1,11 @@
 """Kernels of the 16 largest values of rows, for Hopper and Blackwell.
 
-`_reduce` divides tiles of a row into segments and keeps 16 values of each; `_merge` takes rows as segments. A
-short row is reduced as it is.
+`_reduce` divides tiles of a row into segments and keeps 16 values of each; `_merge` takes rows as
+segments. A short row is reduced as it is.
 
-The 16 largest values of a row lie in its 16 best tiles: those with the largest maxima, the first ones of equal
-maxima. So a long row is read once, by `_maxima`, without rounds. `_choose` finds the tiles in 16 rounds over
-one number of each, and `_reduce` takes only these.
+The 16 largest values of a row lie in its 16 best tiles: those with the largest maxima, the first
+ones of equal maxima. So a long row is read once, by `_maxima`, without rounds. `_choose` finds the
+tiles in 16 rounds over one number of each, and `_reduce` takes only these.
 """
 
 import functools
@@ -41,13 +41,14 @@ _READS = 4
 _CHOICE = 32
 """Tiles of one register array of `_choose`."""
 _SHORT = 16_384
-"""Most columns of a row that is reduced as it is. It takes two kernels where a long row takes four, and 16 rounds
-over all values. At this width the rounds take as long as the two launches with 224 rows, and less with 7: predicted
-from instructions; this limit was not measured."""
+"""Most columns of a row that is reduced as it is. It takes two kernels where a long row takes four,
+and 16 rounds over all values. At this width the rounds take as long as the two launches with 224
+rows, and less with 7: predicted from instructions; this limit was not measured."""
 _READ_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((16, 32), (4, 16), (4, 8), (4, 4))), (-8,), (-2, -7, -5, -3), -1
 )
-"""Eight threads of a warp share a chunk, so its maximum takes three shuffles; each loads four columns at once."""
+"""Eight threads of a warp share a chunk, so its maximum takes three shuffles; each loads four
+columns at once."""
 
 
 @functools.partial(jax.jit, static_argnames="launch")
@@ -62,8 +63,8 @@ def top(values: jax.Array, *, launch: Launch) -> tuple[jax.Array, jax.Array]:
 def _maxima(values, launch: Launch) -> jax.Array:
     """The maximum of each chunk of a tile: values [R, V] -> [R', T, 4].
 
-    R' is a multiple of 4, and rows past R stay undefined. T is a multiple of 32, and the maximum of a chunk that
-    does not exist or does not count is the lowest finite number.
+    R' is a multiple of 4, and rows past R stay undefined. T is a multiple of 32, and the maximum of
+    a chunk that does not exist or does not count is the lowest finite number.
     """
     R, V = values.shape
     chunks = V // _CHUNK
@@ -88,8 +89,9 @@ def _maxima(values, launch: Launch) -> jax.Array:
 def _read(number, chunks: int) -> tuple[jax.Array, jax.Array]:
     """Scalars (begin, first) of a read of a row: its first chunk, and the first one that counts.
 
-    The last read ends with the row. What it shares with the read before does not count, so tiles share nothing
-    and lie in the order of their numbers. Of a read that does not exist nothing counts.
+    The last read ends with the row. What it shares with the read before does not count, so tiles
+    share nothing and lie in the order of their numbers. Of a read that does not exist nothing
+    counts.
     """
     first = number * _READ
     return lax.min(first, chunks - _READ), first

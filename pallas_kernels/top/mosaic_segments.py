@@ -23,10 +23,11 @@ _NONE = 2**30
 
 
 def extract(values: list, column, starts: list, store: Callable) -> None:
-    """Calls `store(i, value, place)` with the i-th largest of each segment, both [4], for i below 16.
+    """Calls `store(i, value, place)` with the i-th largest of each segment, both [4], for i below
+    16.
 
-    Of equal values the lowest place comes first. The place of an element is its `column` plus the start of its
-    array: places of all arrays would take as many registers as the values.
+    Of equal values the lowest place comes first. The place of an element is its `column` plus the
+    start of its array: places of all arrays would take as many registers as the values.
 
     Args:
       values: float32 [4, n] each, finite.

@@ -17,8 +17,8 @@ _WIDTH = 64
 def top(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """See `api.top`.
 
-    Ranks are counted instead of sorted, since a CUDA graph may not contain a sort: first among tiles by
-    their maximum, then inside the best tiles, which hold the largest values.
+    Ranks are counted instead of sorted, since a CUDA graph may not contain a sort: first among
+    tiles by their maximum, then inside the best tiles, which hold the largest values.
     """
     values = jnp.where(values == values, values, -jnp.inf)
     # XLA compiles ranks of few thousand values for minutes, and sorts these fast enough.
@@ -30,7 +30,8 @@ def top(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 def _sorted(values: jax.Array, count: int) -> jax.Array:
     """Indices of the largest of some thousand values, by two sorts of fewer.
 
-    On a CPU one sort of 8,192 values makes the products of the whole round take twice as long (XLA of jaxlib 0.11.2).
+    On a CPU one sort of 8,192 values makes the products of the whole round take twice as long (XLA
+    of jaxlib 0.11.2).
     """
     if values.shape[-1] <= 2 * count * _WIDTH:
         return jax.lax.top_k(values, count)[1]
@@ -47,7 +48,8 @@ def _counted(values: jax.Array, count: int) -> jax.Array:
 
 
 def _in_tiles(values: jax.Array, count: int, width: int, largest: Callable) -> jax.Array:
-    """Indices of the largest values: `largest` finds the best tiles of `width`, and those within them."""
+    """Indices of the largest values: `largest` finds the best tiles of `width`, and those within
+    them."""
     V = values.shape[-1]
     pad = [(0, 0)] * (values.ndim - 1) + [(0, -V % width)]
     tiles = jnp.pad(values, pad, constant_values=-jnp.inf).reshape(*values.shape[:-1], -1, width)
@@ -62,7 +64,8 @@ def _in_tiles(values: jax.Array, count: int, width: int, largest: Callable) -> j
 
 
 def _ranked(values: jax.Array, count: int) -> jax.Array:
-    """Indices of the `count` largest of few values: the rank of a value is the number of those before it."""
+    """Indices of the `count` largest of few values: the rank of a value is the number of those
+    before it."""
     index = jnp.arange(values.shape[-1])
     mine, other = values[..., :, None], values[..., None, :]
     before = (other > mine) | ((other == mine) & (index < index[:, None]))

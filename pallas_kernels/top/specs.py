@@ -1,4 +1,5 @@
-"""Workloads of supported models, for compile tests and benchmarks: the likeliest tokens of drafts."""
+"""Workloads of supported models, for compile tests and benchmarks: the likeliest tokens of
+drafts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ CHIPS = api.CHIPS
 MMA: dict[int, str] = {}
 """No matrix instruction on any chip."""
 REFERENCE_OPTIONS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
-"""The autotuner of jaxlib 0.11.2 runs code for 224 rows of ranks that reads invalid addresses (on an H200)."""
+"""The autotuner of jaxlib 0.11.2 runs code for 224 rows of ranks that reads invalid addresses (on
+an H200)."""
 
 
 @dataclass(frozen=True, kw_only=True)

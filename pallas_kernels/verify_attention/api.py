@@ -1,4 +1,5 @@
-"""Attention of a few new rows per sequence (verification, drafting, prefill chunk) over the paged cache."""
+"""Attention of a few new rows per sequence (verification, drafting, prefill chunk) over the paged
+cache."""
 
 from collections.abc import Callable
 
@@ -11,11 +12,13 @@ from pallas_kernels.verify_attention import reference
 CHIPS = (90, 100, 120)
 """Generations (`Device.sm`) with a kernel."""
 WIDE_CHIPS = (90, 100)
-"""Those with a kernel for a head dim of 512; its queries do not fit into the registers of the others."""
+"""Those with a kernel for a head dim of 512; its queries do not fit into the registers of the
+others."""
 
 
 SHARED_KEYS_CHIPS = (90,)
-"""Those with the form for many queries, `mosaic_prefill`; `mosaic_sm90.choose_config` says which calls take it."""
+"""Those with the form for many queries, `mosaic_prefill`; `mosaic_sm90.choose_config` says which
+calls take it."""
 
 
 def verify_attention(
@@ -42,7 +45,8 @@ def verify_attention(
       scale: factor on the scores.
       window: sliding window in tokens (the row's own position counts), None for all.
       sinks: [N] logits that join each softmax and carry no value (GPT-OSS), or None.
-      soft_cap: c in `c tanh(scores / c)` (Gemma 2), after `scale`; None for none. Sinks are not capped.
+      soft_cap: c in `c tanh(scores / c)` (Gemma 2), after `scale`; None for none. Sinks are not
+        capped.
     Returns:
       [B, T, N, H].
     Raises:
@@ -51,11 +55,19 @@ def verify_attention(
     launch = launch_of(q, k_pages, v_pages, implementation)
     if launch is not None:
         return kernel_of(launch)(
-            q, k_pages, v_pages, page_table, positions, scale, window, sinks, launch,
+            q,
+            k_pages,
+            v_pages,
+            page_table,
+            positions,
+            scale,
+            window,
+            sinks,
+            launch,
             soft_cap=soft_cap,
-        )  # fmt: skip
-    # A loop with a data-dependent end reads only the pages in use. On a GPU such a loop synchronises with
-    # the host in each iteration, so there one block covers the whole table.
+        )
+    # A loop with a data-dependent end reads only the pages in use. On a GPU such a loop
+    # synchronises with the host in each iteration, so there one block covers the whole table.
     keys = {"cpu": 128, "tpu": 512}.get(dispatch.platform())
     block_pages = page_table.shape[1] if keys is None else keys // k_pages.shape[1]
     return reference.attend(
@@ -78,7 +90,8 @@ def launch_of(
     v_pages: jax.Array,
     implementation: dispatch.Implementation | None,
 ) -> dispatch.Launch | None:
-    """Launch parameters of the kernel for these arguments of `verify_attention`; None: the reference."""
+    """Launch parameters of the kernel for these arguments of `verify_attention`; None: the
+    reference."""
     return dispatch.resolve(
         "verify_attention",
         implementation,

@@ -1,7 +1,7 @@
 """Attention from the walk kernel of a chip, and the kernel that merges stored splits.
 
-The merge kernel adds the splits of a row in ascending order, with the formula that a single walk uses in
-registers, so both give the same bits.
+The merge kernel adds the splits of a row in ascending order, with the formula that a single walk
+uses in registers, so both give the same bits.
 """
 
 import functools
@@ -24,8 +24,8 @@ _LOADS = 4
 _MORE_LOADS = 8
 """The same with more than twice as many splits and at most `_MOST_BLOCKS` thread blocks."""
 _MOST_BLOCKS = 512
-"""Thread blocks that run at once on every chip with up to 128 registers a thread. `_MORE_LOADS` take 62 to 92 instead
-of 40 to 66, by head dim."""
+"""Thread blocks that run at once on every chip with up to 128 registers a thread. `_MORE_LOADS`
+take 62 to 92 instead of 40 to 66, by head dim."""
 
 
 class Chip(NamedTuple):
@@ -33,7 +33,8 @@ class Chip(NamedTuple):
 
     tile: Tile
     choose_config: Callable[..., TuningConfig]
-    """(shape of q, KV heads, positions of a page table, window, device, splits or None, whether pages are e4m3) -> tuning."""
+    """(shape of q, KV heads, positions of a page table, window, device, splits or None, whether
+    pages are e4m3) -> tuning."""
     walk_kernel: Callable[[Plan, Any], Callable]
     """(plan, interpret) -> the kernel that walks over keys."""
 
@@ -56,8 +57,8 @@ def verify_attention(
     soft_cap: float | None = None,
     splits: Splits | None = None,
 ) -> jax.Array:
-    """`api.verify_attention` by the kernels of a chip; without `config` the chip chooses it, for `splits` or those of
-    the layer."""
+    """`api.verify_attention` by the kernels of a chip; without `config` the chip chooses it, for
+    `splits` or those of the layer."""
     if config is None:
         Z, K = k_pages.shape[1:3]
         table_size = page_table.shape[1] * Z

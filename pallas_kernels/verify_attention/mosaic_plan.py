@@ -1,17 +1,17 @@
 """Tiling of the attention kernels of all chips: row tiles, blocks and splits of keys.
 
-A thread block owns one row tile of one kv head, or `row_groups` consecutive ones (`mosaic_prefill`): row r of a tile
-is query r // G, head r % G of the group. Keys come in blocks of `key_block` keys, and blocks form splits
-(`Splits`), both at absolute positions. Each split starts a new softmax (best, total, out): the row maximum,
-the sum of weights, and the weighted sum of values. Splits are merged one by one in ascending order. `walks`
-affects speed only:
+A thread block owns one row tile of one kv head, or `row_groups` consecutive ones
+(`mosaic_prefill`): row r of a tile is query r // G, head r % G of the group. Keys come in blocks of
+`key_block` keys, and blocks form splits (`Splits`), both at absolute positions. Each split starts a
+new softmax (best, total, out): the row maximum, the sum of weights, and the weighted sum of values.
+Splits are merged one by one in ascending order. `walks` affects speed only:
 
   walks = 1   one thread block visits all splits and merges them in registers;
   walks > 1   thread blocks share the splits (`mosaic_walk`) and store (best, total, out) of each; a
               second kernel merges them with the same formula in the same order.
 
-So the bits of a row depend neither on other rows nor on the tiling. A masked key contributes exactly 0,
-and a fully masked block or split leaves (best, total, out) unchanged.
+So the bits of a row depend neither on other rows nor on the tiling. A masked key contributes
+exactly 0, and a fully masked block or split leaves (best, total, out) unchanged.
 """
 
 import dataclasses
@@ -37,9 +37,10 @@ class Tile(NamedTuple):
       groups: maximum number of warpgroups; each computes 128 output columns.
       layout: register layout of a [rows, n] array.
       swizzled: the MMA reads queries from swizzled shared memory.
-      chunk: maximum number of columns of a chunk of `plain_smem`. A kernel loads whole chunks: a slice of the
-        columns may start inside a period of the swizzle, because the swizzle tiles of unaligned heads have fewer
-        than 8 rows, and Mosaic counts from the start of the slice. It then reads other columns, without an error.
+      chunk: maximum number of columns of a chunk of `plain_smem`. A kernel loads whole chunks: a
+        slice of the columns may start inside a period of the swizzle, because the swizzle tiles of
+        unaligned heads have fewer than 8 rows, and Mosaic counts from the start of the slice. It
+        then reads other columns, without an error.
       row_groups: maximum of `TuningConfig.row_groups`.
     """
 
@@ -55,11 +56,12 @@ class Tile(NamedTuple):
 class Splits:
     """Splits of a sequence, numbered 0, 1, ... in ascending order; places are keys or key blocks.
 
-    A split is as long as its first place says, so it is the same for every row, tile and length of a sequence.
+    A split is as long as its first place says, so it is the same for every row, tile and length of
+    a sequence.
 
     Attributes:
-      steps: (first place, size of the splits from there on), in ascending order. A size divides the next
-        size and the next first place.
+      steps: (first place, size of the splits from there on), in ascending order. A size divides the
+        next size and the next first place.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -85,7 +87,8 @@ class Splits:
 
     def split_of(self, place: Any) -> Any:
         """The split of a place, both non-negative: Python numbers or traced int32."""
-        # Sizes grow, so the number of a split is a concave function of the place: the least of its lines.
+        # Sizes grow, so the number of a split is a concave function of the place: the least of its
+        # lines.
         found = [_floor(place, size) + before for size, before in self._lines]
         return functools.reduce(min if isinstance(place, int) else jnp.minimum, found)
 
@@ -112,14 +115,15 @@ def _floor(place: Any, size: int) -> Any:
 
 UNIFORM = Splits(((0, 256),))
 GROWING = Splits(((0, 256), (1024, 512), (16384, 1024), (65536, 2048)))
-"""Splits of layers without a window. Long contexts have fewer results of splits to store and merge: 34 instead of 64 for
-16,384 keys, 114 instead of 512 for 131,072. A walk owns whole splits, so with longer ones a single sequence would have
-too few walks. Another choice changes the bits of all calls."""
+"""Splits of layers without a window. Long contexts have fewer results of splits to store and merge:
+34 instead of 64 for 16,384 keys, 114 instead of 512 for 131,072. A walk owns whole splits, so with
+longer ones a single sequence would have too few walks. Another choice changes the bits of all
+calls."""
 
 
 def splits_of(window: int | None) -> Splits:
-    """Splits of a layer, the same in all of its calls. A window has a few splits of 256 keys; in longer ones it
-    would be one walk."""
+    """Splits of a layer, the same in all of its calls. A window has a few splits of 256 keys; in
+    longer ones it would be one walk."""
     return GROWING if window is None else UNIFORM
 
 
@@ -133,7 +137,8 @@ class TuningConfig:
       stages: pipeline stages (key blocks in flight).
       walks: thread blocks that share the splits of one row tile.
       row_groups: row tiles of a thread block; several share its key blocks (`mosaic_prefill`).
-      raw_stages: pipeline stages of e4m3 blocks besides `stages`, which are bfloat16, with several row groups.
+      raw_stages: pipeline stages of e4m3 blocks besides `stages`, which are bfloat16, with several
+        row groups.
     """
 
     key_block: int
@@ -225,7 +230,8 @@ class Plan:
         return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
 
     def slots(self, width: tuple[int, ...], transforms) -> list[Any]:
-        """Slots of key blocks [stages, *, key_block, width]; for e4m3 pages also one bfloat16 buffer."""
+        """Slots of key blocks [stages, *, key_block, width]; for e4m3 pages also one bfloat16
+        buffer."""
         *leading, width = width
         shape = (*leading, self.config.key_block, width)
         wide = plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
@@ -236,7 +242,8 @@ class Plan:
 
     @property
     def aligned(self) -> bool:
-        """Whether queries and results pass through swizzled tiles, of which the G rows fill whole ones (8)."""
+        """Whether queries and results pass through swizzled tiles, of which the G rows fill whole
+        ones (8)."""
         return self.tile.swizzled and self.G % 8 == 0
 
     @property
@@ -245,11 +252,12 @@ class Plan:
 
 
 def max_splits(splits: Splits, table_size: int, window: int | None, queries: int) -> int:
-    """Maximum number of splits that the rows of a tile of `queries` queries see, in a table of `table_size` keys."""
+    """Maximum number of splits that the rows of a tile of `queries` queries see, in a table of
+    `table_size` keys."""
     if window is None:
         return splits.split_of(table_size - 1) + 1
-    # Most splits are seen from a first key that is the last one of its split. After the last step they are
-    # equal, so one split of that size stands for all.
+    # Most splits are seen from a first key that is the last one of its split. After the last step
+    # they are equal, so one split of that size stands for all.
     last_step = splits.split_of(splits.steps[-1][0])
     firsts = (splits.first_of(split + 1) - 1 for split in range(last_step + 1))
     seen = window + queries - 1
@@ -257,10 +265,11 @@ def max_splits(splits: Splits, table_size: int, window: int | None, queries: int
 
 
 def cut(splits: Splits, first: Any, end: Any, walks: int, index: Any) -> Any:
-    """First split of walk `index` if `walks` walks share places `first` to `end - 1` in consecutive parts.
+    """First split of walk `index` if `walks` walks share places `first` to `end - 1` in consecutive
+    parts.
 
-    A walk has the splits whose last place lies in its part of the places. So it has fewer places than its part
-    and its first split, the shortest, together.
+    A walk has the splits whose last place lies in its part of the places. So it has fewer places
+    than its part and its first split, the shortest, together.
     """
     return splits.split_of(first + _floor((end - first) * index, walks))
 
@@ -286,7 +295,8 @@ def choose_walks(
     room: int,
     splits: Splits,
 ) -> int:
-    """`walks` for q of `shape` [B, T, N, H]; `room` is the number of resident thread blocks of the chip."""
+    """`walks` for q of `shape` [B, T, N, H]; `room` is the number of resident thread blocks of the
+    chip."""
     B, T, N, H = shape
     G = N // kv_heads
     queries = min(T, tile.rows // G)
@@ -312,16 +322,16 @@ def make_plan(q, k_pages, table, tile: Tile, config: TuningConfig, **options) ->
     """Plan of a call from the shapes; options: scale, window, soft_cap and has_sinks.
 
     Raises:
-      ValueError: `config` has several walks, whose splits the merge kernel cannot read, or several row groups
-        where a thread block cannot have them.
+      ValueError: `config` has several walks, whose splits the merge kernel cannot read, or several
+        row groups where a thread block cannot have them.
     """
     B, T, N, H = q.shape
     _, Z, K, _ = k_pages.shape
     fp8 = k_pages.dtype == jnp.float8_e4m3fn
     if config.walks > 1 and not _can_store_splits(N // K, H):
         raise ValueError(
-            f"{config.walks=} must be 1 for a head dim of {H} and {N // K} query heads per kv head: "
-            f"the merge kernel takes {128 // H} heads of one query at a time"
+            f"{config.walks=} must be 1 for a head dim of {H} and {N // K} query heads per kv "
+            f"head: the merge kernel takes {128 // H} heads of one query at a time"
         )
     if config.row_groups > 1:
         wrong = {
@@ -333,9 +343,18 @@ def make_plan(q, k_pages, table, tile: Tile, config: TuningConfig, **options) ->
         if said := [why for why, is_wrong in wrong.items() if is_wrong]:
             raise ValueError(f"{config.row_groups=} must be 1 {' and '.join(said)}")
     return Plan(
-        B=B, T=T, K=K, G=N // K, H=H, Z=Z, W=table.shape[1], fp8=fp8, config=config, tile=tile,
+        B=B,
+        T=T,
+        K=K,
+        G=N // K,
+        H=H,
+        Z=Z,
+        W=table.shape[1],
+        fp8=fp8,
+        config=config,
+        tile=tile,
         **options,
-    )  # fmt: skip
+    )
 
 
 def result_type(plan: Plan):

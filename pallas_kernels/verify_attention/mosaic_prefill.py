@@ -1,8 +1,9 @@
 """Paged attention of many queries on Hopper: two row tiles of a thread block share its key blocks.
 
-One warpgroup, the producer, only loads. Two others, the consumers, have 64 rows each and read the same keys and
-values, so half as many thread blocks read all keys as in `mosaic_warpgroups`. A consumer starts the scores of the next
-key block before the softmax of this one, and the tensor cores have the products of the other consumer besides:
+One warpgroup, the producer, only loads. Two others, the consumers, have 64 rows each and read the
+same keys and values, so half as many thread blocks read all keys as in `mosaic_warpgroups`. A
+consumer starts the scores of the next key block before the softmax of this one, and the tensor
+cores have the products of the other consumer besides:
 
     producer    load 5                     load 6                     load 7
     consumer 0  scores 1         values 0  scores 2         values 1  scores 3
@@ -10,15 +11,15 @@ key block before the softmax of this one, and the tensor cores have the products
     consumer 1            values 0  scores 2         values 1  scores 3
                                     softmax 1                  softmax 2
 
-The producer also converts e4m3 pages to bfloat16, each block once for all consumers. Copies then fill a ring of their
-own. The producer converts its blocks to stages that the consumers have finished, and loads the next ones; with four
-bfloat16 and two e4m3 stages:
+The producer also converts e4m3 pages to bfloat16, each block once for all consumers. Copies then
+fill a ring of their own. The producer converts its blocks to stages that the consumers have
+finished, and loads the next ones; with four bfloat16 and two e4m3 stages:
 
     producer    convert 4, load 6          convert 5, load 7          convert 6, load 8
 
-The order of keys, the arithmetic of a row and the merge of splits are those of `mosaic_warpgroups`, so the bits of a
-row are too. Key blocks that all rows of a consumer see are not masked. Thread blocks with the last queries, which see
-the most keys, start first.
+The order of keys, the arithmetic of a row and the merge of splits are those of `mosaic_warpgroups`,
+so the bits of a row are too. Key blocks that all rows of a consumer see are not masked. Thread
+blocks with the last queries, which see the most keys, start first.
 """
 
 from abc import abstractmethod
@@ -51,11 +52,13 @@ class PrefillCores(Cores):
     def scores_during(
         self, plan: Plan, queries: Any, keys_smem: Any, meanwhile: Callable[[], Any]
     ) -> tuple[jax.Array, Any]:
-        """(`scores` for a head dim of at most 128, result of `meanwhile()`, which is executed during the product)."""
+        """(`scores` for a head dim of at most 128, result of `meanwhile()`, which is executed
+        during the product)."""
 
 
 class _Scratch(NamedTuple):
-    """Scratch of a thread block; consumer c uses place c of the buffers with a leading `row_groups`.
+    """Scratch of a thread block; consumer c uses place c of the buffers with a leading
+    `row_groups`.
 
     None if the plan does not need it.
     """
@@ -197,12 +200,14 @@ def prefill_kernel(cores: PrefillCores, plan: Plan, interpret: Any) -> Callable:
             position = lambda query: positions_gmem[b, jnp.minimum(query, plan.T - 1)]
             first_position = position(tile * plan.tile_queries)
             last_position = position((tile + 1) * plan.tile_queries - 1)
-            # Not negative where `softmax.unmasked` is reached, which the compiler does not know here.
+            # Not negative where `softmax.unmasked` is reached, which the compiler does not know
+            # here.
             minus_zero = first_position.astype(jnp.float32) * -0.0
 
             def spread(x):
                 x = lax.broadcast_in_dim(x, (rows, columns), (0,))
-                # Of a division by an array that it knows to be broadcast, a CPU makes a product with the inverse.
+                # Of a division by an array that it knows to be broadcast, a CPU makes a product
+                # with the inverse.
                 return x if interpret is None else lax.optimization_barrier(x)
 
             def mask(scores, first_key):
@@ -217,7 +222,8 @@ def prefill_kernel(cores: PrefillCores, plan: Plan, interpret: Any) -> Callable:
                 )
 
             def scores_of(item, meanwhile):
-                """(scores of a key block, result of `meanwhile()`, which runs during the product)."""
+                """(scores of a key block, result of `meanwhile()`, which runs during the
+                product)."""
                 slot = lax.rem(item, stages)
 
                 @pl.when(item < end_item)  # past the end: scores of an old slot, which nothing uses

@@ -1,15 +1,15 @@
 """Paged attention for Blackwell: TMA-fed tcgen05 MMA over key blocks, one softmax per 256 keys.
 
-A thread block owns up to 128 rows and 128 output columns, with one row per thread, so no reduction crosses
-threads. The scores of a group of 256 keys, the shortest split, are in tensor memory at once. Then one softmax
-writes the weights back to tensor memory as the first operand of the product with V. Within a group nothing is
-rescaled. In longer splits the output in tensor memory is rescaled before each group but the first one.
-`mosaic_plan` describes the tiling of rows, keys and splits.
+A thread block owns up to 128 rows and 128 output columns, with one row per thread, so no reduction
+crosses threads. The scores of a group of 256 keys, the shortest split, are in tensor memory at
+once. Then one softmax writes the weights back to tensor memory as the first operand of the product
+with V. Within a group nothing is rescaled. In longer splits the output in tensor memory is rescaled
+before each group but the first one. `mosaic_plan` describes the tiling of rows, keys and splits.
 
-    tensor memory columns    scores 256 (float32) | weights 128 (bfloat16) | output 64 or 128 (float32)
+    tensor memory columns  scores 256 (float32) | weights 128 (bfloat16) | output 64, 128 (float32)
 
-One warpgroup loads, issues the MMAs and computes. A slot is refilled while the next MMA runs. V of a group
-is loaded during its score MMAs, and K of the next group during the softmax.
+One warpgroup loads, issues the MMAs and computes. A slot is refilled while the next MMA runs. V of
+a group is loaded during its score MMAs, and K of the next group during the softmax.
 """
 
 import dataclasses
@@ -58,7 +58,8 @@ def choose_config(
     splits: Splits | None = None,
     fp8: bool = False,
 ) -> TuningConfig:
-    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; `splits` other than the layer's."""
+    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; `splits`
+    other than the layer's."""
     H = shape[3]
     key_block = 32 if H > 256 else 64
     # What fits into shared memory beside q. Tensor memory limits an SM to one thread block.
@@ -121,7 +122,8 @@ def _scratch_types(plan: Plan) -> _Scratch:
 
 
 def _group_blocks(plan: Plan) -> int:
-    """Key blocks of a group, whose scores are in tensor memory at once: those of the shortest split."""
+    """Key blocks of a group, whose scores are in tensor memory at once: those of the shortest
+    split."""
     return plan.splits.steps[0][1]
 
 
@@ -142,9 +144,11 @@ class _Weights:
     row_position: jax.Array
 
     def store(self, start: Any, end: Any, state: tuple) -> tuple[jax.Array, jax.Array]:
-        """Stores the weights of items start .. end - 1, relative to the best score of the split so far.
+        """Stores the weights of items start .. end - 1, relative to the best score of the split so
+        far.
 
-        `state` and the result are (best, total) of the split, float32 [rows], before and with this group.
+        `state` and the result are (best, total) of the split, float32 [rows], before and with this
+        group.
         """
         best, total = state
         pieces = self._pieces
@@ -175,7 +179,8 @@ class _Weights:
 
     @property
     def _width(self) -> int:
-        """Scores of a thread in registers at once; a soft cap or fp8 pages need registers themselves."""
+        """Scores of a thread in registers at once; a soft cap or fp8 pages need registers
+        themselves."""
         narrow = self.plan.soft_cap is not None or self.plan.fp8
         return 32 if narrow else self.plan.config.key_block
 
@@ -196,7 +201,8 @@ def _rescale(plan: Plan, out_tmem: Any, shrink: jax.Array) -> None:
 
 
 def _walk_kernel(plan: Plan, interpret):
-    """The main kernel: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats) of each split."""
+    """The main kernel: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats) of each
+    split."""
     config, merges_inside = plan.config, plan.merges_inside
     rows, layout = TILE.rows, TILE.layout
     key_block, columns, stages = config.key_block, plan.columns, config.stages
@@ -213,10 +219,22 @@ def _walk_kernel(plan: Plan, interpret):
         refs, scratch = refs[: -len(_Scratch._fields)], refs[-len(_Scratch._fields) :]
         sinks_gmem, outs_gmem = (refs[0], refs[1:]) if plan.has_sinks else (None, refs)
         (
-            q_smem, scores_tmem, weights_tmem, out_tmem, q_ready_barrier, group_barrier,
-            k_ready_barrier, v_ready_barrier, k_done_barrier, v_done_barrier,
-            k_smem, wide_k_smem, v_smem, wide_v_smem, plain_smem,
-        ) = scratch  # fmt: skip
+            q_smem,
+            scores_tmem,
+            weights_tmem,
+            out_tmem,
+            q_ready_barrier,
+            group_barrier,
+            k_ready_barrier,
+            v_ready_barrier,
+            k_done_barrier,
+            v_done_barrier,
+            k_smem,
+            wide_k_smem,
+            v_smem,
+            wide_v_smem,
+            plain_smem,
+        ) = scratch
         b, walk_index, tile, kv = (
             lax.axis_index(name) for name in ("batch", "walk", "tile", "head")
         )
@@ -302,7 +320,8 @@ def _walk_kernel(plan: Plan, interpret):
                 )
 
             def add_group(start, end, state, is_first):
-                """Adds key blocks start .. end - 1, of one group, to the split; returns its new (best, total)."""
+                """Adds key blocks start .. end - 1, of one group, to the split; returns its new
+                (best, total)."""
                 multiply(start, end, keys_ring, k_ready_barrier, score)
                 best, total = weights.store(start, end, state)
                 if plan.splits.grow:

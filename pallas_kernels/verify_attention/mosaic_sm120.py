@@ -1,8 +1,10 @@
-"""Paged attention for RTX cards of the Blackwell generation (sm_120): mma.sync, operands in registers.
+"""Paged attention for RTX cards of the Blackwell generation (sm_120): mma.sync, operands in
+registers.
 
-The loop is that of `mosaic_warpgroups`. Of 99 KB of shared memory a thread block takes half with head dims of 64
-and 128, so that two of them fit on one SM. Keys and values come through ldmatrix, values transposed. Queries stay
-in registers where there is room, else each key block loads them again.
+The loop is that of `mosaic_warpgroups`. Of 99 KB of shared memory a thread block takes half with
+head dims of 64 and 128, so that two of them fit on one SM. Keys and values come through ldmatrix,
+values transposed. Queries stay in registers where there is room, else each key block loads them
+again.
 """
 
 import functools
@@ -42,7 +44,8 @@ def choose_config(
     splits: Splits | None = None,
     fp8: bool = False,
 ) -> TuningConfig:
-    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; `splits` other than the layer's. H is at most 256."""
+    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; `splits`
+    other than the layer's. H is at most 256."""
     H = shape[3]
     room = (1 if H > 128 else 2) * device.num_sms
     splits = splits or splits_of(window)

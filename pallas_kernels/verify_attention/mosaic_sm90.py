@@ -1,7 +1,7 @@
 """Paged attention for Hopper: TMA-fed wgmma over key blocks, with a fixed-order split merge.
 
-The loop is that of `mosaic_warpgroups`. Queries, keys and values are read from shared memory, the weights of
-values from registers.
+The loop is that of `mosaic_warpgroups`. Queries, keys and values are read from shared memory, the
+weights of values from registers.
 """
 
 import functools
@@ -28,7 +28,8 @@ from pallas_kernels.verify_attention.mosaic_tiles import load_queries
 from pallas_kernels.verify_attention.mosaic_warpgroups import walk_kernel
 
 TILE = Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA, row_groups=2)
-# From here on two row tiles that share key blocks are faster (docs/kernels.md): queries of a sequence, and positions.
+# From here on two row tiles that share key blocks are faster (docs/kernels.md): queries of a
+# sequence, and positions.
 _SHARED_ROWS, _SHARED_KEYS = 512, 1024
 _SCORE_COLUMNS = 128  # head-dim columns of q and k in one unrolled group of wgmmas
 
@@ -42,7 +43,8 @@ def choose_config(
     splits: Splits | None = None,
     fp8: bool = False,
 ) -> TuningConfig:
-    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; `splits` other than the layer's."""
+    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; `splits`
+    other than the layer's."""
     T, H = shape[1], shape[3]
     config = tile_config(shape, kv_heads, table_size, window, device, splits)
     many = T >= _SHARED_ROWS and table_size >= _SHARED_KEYS and config.walks == 1
@@ -72,8 +74,10 @@ def tile_config(
 def prefill_config(
     head_dim: int, window: int | None, splits: Splits | None = None, fp8: bool = False
 ) -> TuningConfig:
-    """Tuning with two row tiles a thread block, for a head dim of 64 or 128; `fp8`: the pages are e4m3."""
-    # One thread block fits on an SM. The stages are 160 KB of keys and values; an e4m3 block has half the bytes.
+    """Tuning with two row tiles a thread block, for a head dim of 64 or 128; `fp8`: the pages are
+    e4m3."""
+    # One thread block fits on an SM. The stages are 160 KB of keys and values; an e4m3 block has
+    # half the bytes.
     splits, wide = splits or splits_of(window), 128 // head_dim
     if fp8:
         return TuningConfig(64, splits, 4 * wide, 1, 2, raw_stages=2 * wide)
@@ -112,10 +116,12 @@ class _Wgmma(PrefillCores):
         return pl.run_scoped(score, plgpu.ACC((TILE.rows, keys_smem.shape[0]), jnp.float32))
 
     def accumulate(self, out_reg, weights_reg, values_smem, interpret):
-        # The interpreter supports neither an initialised accumulator nor a wgmma operand in registers.
+        # The interpreter supports neither an initialised accumulator nor a wgmma operand in
+        # registers.
         if interpret is not None:
             product = jnp.dot(weights_reg, values_smem[...], preferred_element_type=jnp.float32)
-            plgpu.commit_smem()  # unlike a wgmma read, this read needs a fence before the next TMA write
+            # unlike a wgmma read, this read needs a fence before the next TMA write
+            plgpu.commit_smem()
             return out_reg + product
         return pl.run_state(lambda acc_reg: plgpu.wgmma(acc_reg, weights_reg, values_smem))(
             plgpu.ACC.init(out_reg)

@@ -1,7 +1,8 @@
-"""Arithmetic of attention in registers: scores, the softmax of a split, and the merge of two splits.
+"""Arithmetic of attention in registers: scores, the softmax of a split, and the merge of two
+splits.
 
-A state is (best, total, out): the row maximum, the sum of weights, and the weighted sum of values. Scores are
-in units of log2, so that `exp2` applies.
+A state is (best, total, out): the row maximum, the sum of weights, and the weighted sum of values.
+Scores are in units of log2, so that `exp2` applies.
 """
 
 import math
@@ -37,8 +38,9 @@ def masked(plan: Plan, scores: jax.Array, first_key, row_position) -> jax.Array:
 def unmasked(plan: Plan, scores: jax.Array, minus_zero: jax.Array) -> jax.Array:
     """`masked` for rows that see all the keys, with the same bits and without comparisons.
 
-    `minus_zero` is a float32 -0.0 that the compiler does not know. Otherwise it would contract the product with
-    the subtraction of the maximum that follows; it cannot contract a product through a mask.
+    `minus_zero` is a float32 -0.0 that the compiler does not know. Otherwise it would contract the
+    product with the subtraction of the maximum that follows; it cannot contract a product through a
+    mask.
     """
     scores = _scaled(plan, scores)
     return scores + minus_zero if plan.soft_cap is None else scores
@@ -56,7 +58,8 @@ def _scaled(plan: Plan, scores: jax.Array) -> jax.Array:
 def weigh(best, total, scores):
     """Adds a key block to the softmax: (best, total, shrink, weights).
 
-    `shrink` [rows] is the factor on the weighted sum of the blocks before, `weights` [rows, keys] those of the values.
+    `shrink` [rows] is the factor on the weighted sum of the blocks before, `weights` [rows, keys]
+    those of the values.
     """
     new_best = jnp.maximum(best, scores.max(1))
     shrink = jnp.exp2(best - new_best)
@@ -73,7 +76,8 @@ def row_positions(plan: Plan, positions_gmem: Any, b: Any, tile: Any) -> jax.Arr
 
 
 def sink_values(plan: Plan, sinks_gmem: Any, kv: Any) -> jax.Array | None:
-    """Sink of each row, float32 [rows] in registers, in units of log2; sinks_gmem [N]. None without sinks."""
+    """Sink of each row, float32 [rows] in registers, in units of log2; sinks_gmem [N]. None without
+    sinks."""
     if not plan.has_sinks:
         return None
     sink = [sinks_gmem[kv * plan.G + g].astype(jnp.float32) * LOG2E for g in range(plan.G)]
@@ -102,10 +106,12 @@ def initial_state(plan: Plan):
 
 
 def merge(running, split, spread):
-    """Merges a split into the running (best, total, out); `spread` broadcasts [rows] to out's shape.
+    """Merges a split into the running (best, total, out); `spread` broadcasts [rows] to out's
+    shape.
 
-    Only the side with the lower maximum is rescaled. Each sum has a single product, which every compiler
-    contracts to an FMA. With two products, the two kernels could contract different ones and round apart.
+    Only the side with the lower maximum is rescaled. Each sum has a single product, which every
+    compiler contracts to an FMA. With two products, the two kernels could contract different ones
+    and round apart.
     """
     best, total, out = running
     split_best, split_total, split_out = split
@@ -119,7 +125,8 @@ def merge(running, split, spread):
 
 
 def finish(running, sink, spread):
-    """Adds the sink (a key without a value; None: no sink) and divides by the softmax denominator."""
+    """Adds the sink (a key without a value; None: no sink) and divides by the softmax
+    denominator."""
     best, total, out = running
     if sink is not None:
         new_best = jnp.maximum(best, sink)

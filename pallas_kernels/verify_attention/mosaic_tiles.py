@@ -1,4 +1,5 @@
-"""Row tiles and key blocks of attention in shared memory: queries in, results out, e4m3 to bfloat16."""
+"""Row tiles and key blocks of attention in shared memory: queries in, results out, e4m3 to
+bfloat16."""
 
 from typing import Any
 
@@ -23,8 +24,8 @@ def load_queries(
     Args:
       q_gmem: bfloat16 [B, T, K, G, H].
       q_smem: bfloat16 [rows, H].
-      plain_smem: bfloat16 [H / chunk, rows, chunk], in a layout that TMA writes G rows at a time; None if
-        `plan.aligned`.
+      plain_smem: bfloat16 [H / chunk, rows, chunk], in a layout that TMA writes G rows at a time;
+        None if `plan.aligned`.
       ready_barrier: completed by the copies.
       group_barrier: synchronises the warpgroups.
       place: (sequence, row tile, kv head, warpgroup).
@@ -47,7 +48,8 @@ def load_queries(
 
 
 def copy_queries(plan: Plan, q_gmem, q_smem, plain_smem, ready_barrier, place) -> None:
-    """Copies the rows of one tile to q_smem if `plan.aligned`, else to plain_smem; as `load_queries`."""
+    """Copies the rows of one tile to q_smem if `plan.aligned`, else to plain_smem; as
+    `load_queries`."""
     b, tile, kv, group = place
     chunks = plan.H // plan.chunk
 
@@ -94,12 +96,14 @@ def copy_key_block(plan: Plan, sources, pages_gmem, block_smem, ready_barriers, 
 
 
 def store_result(plan: Plan, result_reg, out_gmem, outs_smem, group_barrier, place) -> None:
-    """Stores a finished tile through outs_smem, which other warpgroups may still read, to device memory.
+    """Stores a finished tile through outs_smem, which other warpgroups may still read, to device
+    memory.
 
     Args:
       result_reg: bfloat16 [rows, columns] in registers.
       out_gmem: bfloat16 [B, T, K, G, H].
-      outs_smem: chunks of columns in ascending order, each bfloat16 [rows, columns / len(outs_smem)].
+      outs_smem: chunks of columns in ascending order, each bfloat16
+        [rows, columns / len(outs_smem)].
       group_barrier: synchronises the warpgroups.
       place: (sequence, row tile, kv head, first column of the head dim).
     """
@@ -127,7 +131,8 @@ def store_result(plan: Plan, result_reg, out_gmem, outs_smem, group_barrier, pla
 
 
 def store_split(plan: Plan, out_reg: jax.Array, part_gmem: Any, interpret: Any) -> None:
-    """Stores the rows of a tile that exist, float32 [rows, columns] in registers, to [tile_rows, columns]."""
+    """Stores the rows of a tile that exist, float32 [rows, columns] in registers, to
+    [tile_rows, columns]."""
     if plan.tile_rows == plan.tile.rows:
         part_gmem[...] = out_reg
         return
@@ -139,7 +144,8 @@ def store_split(plan: Plan, out_reg: jax.Array, part_gmem: Any, interpret: Any) 
     # Inline MLIR: Mosaic cuts registers at multiples of the whole tile only.
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
     def store(_, out, part):
-        # The rows of a thread: two with wgmma's layout, in turns along its registers, and one with tcgen05's.
+        # The rows of a thread: two with wgmma's layout, in turns along its registers, and one with
+        # tcgen05's.
         rows = [row for (row,) in layout.reduce(1).to_mgpu().thread_idxs(out.shape[:1])]
         columns = [column for _, column in layout.to_mgpu().thread_idxs(out.shape)]
         for i, row in enumerate(rows):

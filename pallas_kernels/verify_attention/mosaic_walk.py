@@ -1,4 +1,5 @@
-"""The key blocks that one thread block of attention visits, and where they are in the paged cache."""
+"""The key blocks that one thread block of attention visits, and where they are in the paged
+cache."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -95,7 +96,8 @@ class Walk(ABC):
 
 
 class _StridedWalk(Walk):
-    """Of equal splits, those of numbers `index`, `index + walks`, ...: the first one is known before the positions."""
+    """Of equal splits, those of numbers `index`, `index + walks`, ...: the first one is known
+    before the positions."""
 
     @property
     def num_splits(self):
@@ -135,7 +137,8 @@ class _StridedWalk(Walk):
 
 
 class _PartWalk(Walk):
-    """Consecutive splits, about as many keys as the other walks have (`mosaic_plan.cut`). Items are key blocks."""
+    """Consecutive splits, about as many keys as the other walks have (`mosaic_plan.cut`). Items are
+    key blocks."""
 
     @property
     def num_splits(self):
@@ -173,7 +176,8 @@ class _PartWalk(Walk):
 def span(
     plan: Plan, positions_gmem: Any, b: Any, tile: Any, tiles: int = 1
 ) -> tuple[Any, Any, Any, Any]:
-    """(first, last) key block and (first, last) split that any row of `tiles` tiles from `tile` on sees."""
+    """(first, last) key block and (first, last) split that any row of `tiles` tiles from `tile` on
+    sees."""
     first_query = tile * plan.tile_queries
     last_query = jnp.minimum(first_query + tiles * plan.tile_queries, plan.T) - 1
     last_key = positions_gmem[b, last_query]

@@ -1,12 +1,12 @@
 """Paged attention whose sums are in registers: the loop over key blocks of Hopper and of RTX cards.
 
-A thread block owns up to 64 rows (queries times heads of one kv head). One or two warpgroups compute the
-same scores and 128 output columns each. Within a split the online softmax is rescaled in registers after
-each key block. `mosaic_plan` describes the tiling of rows, keys and splits. fp8 pages are converted
-to bfloat16 from one shared-memory buffer to another, which is exact.
+A thread block owns up to 64 rows (queries times heads of one kv head). One or two warpgroups
+compute the same scores and 128 output columns each. Within a split the online softmax is rescaled
+in registers after each key block. `mosaic_plan` describes the tiling of rows, keys and splits. fp8
+pages are converted to bfloat16 from one shared-memory buffer to another, which is exact.
 
-Warpgroup 0 issues all loads. A slot of the ring (`pipeline.PagedPipeline`) holds one key block of K and V; it
-is refilled when all warpgroups have read it. What multiplies is a chip's `Cores`.
+Warpgroup 0 issues all loads. A slot of the ring (`pipeline.PagedPipeline`) holds one key block of K
+and V; it is refilled when all warpgroups have read it. What multiplies is a chip's `Cores`.
 """
 
 import functools
@@ -41,7 +41,8 @@ class Cores(ABC):
     def load_queries(
         self, plan: Plan, q_gmem, q_smem, plain_smem, ready_barrier, group_barrier, place, interpret
     ) -> Any:
-        """Loads the rows of one tile, as `mosaic_tiles.load_queries`; returns them as `scores` takes them."""
+        """Loads the rows of one tile, as `mosaic_tiles.load_queries`; returns them as `scores`
+        takes them."""
 
     @abstractmethod
     def scores(self, plan: Plan, queries: Any, keys_smem: Any) -> jax.Array:
@@ -53,8 +54,8 @@ class Cores(ABC):
     ) -> jax.Array:
         """out_reg + weights_reg @ values, float32 [rows, columns] in registers.
 
-        weights_reg is bfloat16 [rows, key_block], values_smem bfloat16 [key_block, columns]. Keys and
-        values may be overwritten by a copy afterwards.
+        weights_reg is bfloat16 [rows, key_block], values_smem bfloat16 [key_block, columns]. Keys
+        and values may be overwritten by a copy afterwards.
         """
 
 
@@ -100,7 +101,8 @@ def _scratch_types(plan: Plan) -> _Scratch:
 
 
 def walk_kernel(cores: Cores, plan: Plan, interpret: Any) -> Callable:
-    """The main kernel: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats) of each split."""
+    """The main kernel: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats) of each
+    split."""
     config, merges_inside = plan.config, plan.merges_inside
     rows, key_block, columns = plan.tile.rows, config.key_block, plan.columns
     groups, stages = plan.groups, config.stages
@@ -116,9 +118,18 @@ def walk_kernel(cores: Cores, plan: Plan, interpret: Any) -> Callable:
         refs, scratch = refs[: -len(_Scratch._fields)], refs[-len(_Scratch._fields) :]
         sinks_gmem, outs_gmem = (refs[0], refs[1:]) if plan.has_sinks else (None, refs)
         (
-            q_smem, k_smem, wide_k_smem, v_smem, wide_v_smem,
-            q_ready_barrier, k_ready_barrier, v_ready_barrier, free_barrier, group_barrier, plain_smem,
-        ) = scratch  # fmt: skip
+            q_smem,
+            k_smem,
+            wide_k_smem,
+            v_smem,
+            wide_v_smem,
+            q_ready_barrier,
+            k_ready_barrier,
+            v_ready_barrier,
+            free_barrier,
+            group_barrier,
+            plain_smem,
+        ) = scratch
         b, walk_index, tile, kv = (
             lax.axis_index(name) for name in ("batch", "walk", "tile", "head")
         )

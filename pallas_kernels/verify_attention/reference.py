@@ -1,8 +1,8 @@
 """Reference of attention of a few query rows over a paged cache: online softmax over key blocks.
 
-Blocks are at absolute positions and visited in ascending order. A fully masked block changes nothing: its
-weights are exactly 0 and the running maximum stays. So the result of a row depends neither on other
-rows nor on how many masked blocks are visited before or after its visible keys.
+Blocks are at absolute positions and visited in ascending order. A fully masked block changes
+nothing: its weights are exactly 0 and the running maximum stays. So the result of a row depends
+neither on other rows nor on how many masked blocks are visited before or after its visible keys.
 """
 
 import jax

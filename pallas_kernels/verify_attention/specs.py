@@ -16,9 +16,10 @@ MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 class Spec:
     """bfloat16 rows over a cache of `length` positions per sequence.
 
-    With a window the page table is a ring. With `fp8` the cache is e4m3. With `equal` all splits have 256 keys, to
-    compare with those that grow with the position (`mosaic_plan.GROWING`). With `shared_keys` two row tiles of a thread
-    block share its keys on Hopper (`mosaic_prefill`), with False none do; None leaves the choice to the kernel.
+    With a window the page table is a ring. With `fp8` the cache is e4m3. With `equal` all splits
+    have 256 keys, to compare with those that grow with the position (`mosaic_plan.GROWING`). With
+    `shared_keys` two row tiles of a thread block share its keys on Hopper (`mosaic_prefill`), with
+    False none do; None leaves the choice to the kernel.
     """
 
     batch: int
@@ -45,7 +46,8 @@ class Spec:
 
     @property
     def form(self) -> tuple[bool, int] | None:
-        """Forms with shared keys whose code differs, so that `bench.deviceless` compiles one of each."""
+        """Forms with shared keys whose code differs, so that `bench.deviceless` compiles one of
+        each."""
         return (self.fp8, self.head_dim) if self.shared_keys else None
 
 
@@ -162,7 +164,8 @@ SPECS = {
 
 
 def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """(function, args): the kernel, and shapes of q, k_pages, v_pages, page table, positions[, sinks]."""
+    """(function, args): the kernel, and shapes of q, k_pages, v_pages, page table,
+    positions[, sinks]."""
     B, T, N, K, H = spec.batch, spec.rows, spec.heads, spec.kv_heads, spec.head_dim
     W = spec.length // spec.page_size
     kept = jnp.float8_e4m3fn if spec.fp8 else jnp.bfloat16
@@ -190,13 +193,31 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
                 sizes = (q.shape, K, spec.length, spec.window, launch.device, splits)
                 config = mosaic_sm90.tile_config(*sizes)
             return api.kernel_of(launch)(
-                q, k_pages, v_pages, page_table, positions, H**-0.5, spec.window, sinks, launch,
-                config=config, soft_cap=spec.soft_cap, splits=splits,
-            )  # fmt: skip
+                q,
+                k_pages,
+                v_pages,
+                page_table,
+                positions,
+                H**-0.5,
+                spec.window,
+                sinks,
+                launch,
+                config=config,
+                soft_cap=spec.soft_cap,
+                splits=splits,
+            )
         return api.verify_attention(
-            q, k_pages, v_pages, page_table=page_table, positions=positions, scale=H**-0.5,
-            window=spec.window, sinks=sinks, soft_cap=spec.soft_cap, implementation="mosaic_gpu",
-        )  # fmt: skip
+            q,
+            k_pages,
+            v_pages,
+            page_table=page_table,
+            positions=positions,
+            scale=H**-0.5,
+            window=spec.window,
+            sinks=sinks,
+            soft_cap=spec.soft_cap,
+            implementation="mosaic_gpu",
+        )
 
     return run, args
 

@@ -1,19 +1,19 @@
 """Codecs: how the stored bits of a weight tile become operands, one class per storage format.
 
-A codec describes the tile of one pipeline step and where its scales apply. It does not depend on the chip;
-`mma` says in which registers a chip needs unpacked weights.
+A codec describes the tile of one pipeline step and where its scales apply. It does not depend on
+the chip; `mma` says in which registers a chip needs unpacked weights.
 
-    codec       tile row in device memory    scales                                applied to
-    Plain       128 bfloat16                 none
-    Fp8Blocks   128 e4m3                     float32, one per 128 x 128 block      the product of each step
-    Fp8Rows     128 e4m3                     float32, one per row                  the sum of each chunk
-    Fp8Tiles    none: a tile is one piece    as Fp8Blocks or Fp8Rows; operands are float16 if x is
-    Mxfp4       256 e2m1 in 128 bytes        e8m0, one per row and 32 columns      the weights, in registers
-    Mxfp8       128 e4m3                     e8m0, one per row and 32 columns      by the MMA
+    codec       tile row in device memory   scales                            applied to
+    Plain       128 bfloat16                none
+    Fp8Blocks   128 e4m3                    float32, one per 128 x 128 block  product of each step
+    Fp8Rows     128 e4m3                    float32, one per row              sum of each chunk
+    Fp8Tiles    none: a tile is one piece   as Fp8Blocks or Fp8Rows; operands are float16 if x is
+    Mxfp4       256 e2m1 in 128 bytes       e8m0, one per row and 32 columns  weights, in registers
+    Mxfp8       128 e4m3                    e8m0, one per row and 32 columns  by the MMA
 
-`Fp8BlocksNative` and `Fp8RowsNative` are the e4m3 formats with e4m3 activations: the MMA multiplies e4m3, and
-a row of x has one scale for each step, a factor on its column of the product. With `Mxfp8` the MMA reads the
-scales of both operands and adds all steps of a sum.
+`Fp8BlocksNative` and `Fp8RowsNative` are the e4m3 formats with e4m3 activations: the MMA multiplies
+e4m3, and a row of x has one scale for each step, a factor on its column of the product. With
+`Mxfp8` the MMA reads the scales of both operands and adds all steps of a sum.
 """
 
 from abc import ABC
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from pallas_kernels.weight_tiles.mma import Mma
 
 STEP = 128
-"""K columns of a bfloat16 or fp8 tile; equal to `formats.BLOCK`, so that an fp8 tile has one scale."""
+"""K columns of a bfloat16 or fp8 tile; equal to `formats.BLOCK`, so that an fp8 tile has one
+scale."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,10 @@ class Codec(ABC):
       rescale: constant factor on the product of each tile.
       x_dtype: elements of the activations, which the MMA multiplies.
       x_scaled: each row of x has one scale per step, a factor on the product of that step.
-      tiled: a tile is contiguous in device memory, in the order of its registers (`pallas_kernels.fp8_tiles`).
-      mma_scaled: the MMA reads e8m0 scales of both operands (`pallas_kernels.mxfp8`), so that it adds the
-        products of all steps itself.
+      tiled: a tile is contiguous in device memory, in the order of its registers
+        (`pallas_kernels.fp8_tiles`).
+      mma_scaled: the MMA reads e8m0 scales of both operands (`pallas_kernels.mxfp8`), so that it
+        adds the products of all steps itself.
     """
 
     dtype: ClassVar[jnp.dtype]

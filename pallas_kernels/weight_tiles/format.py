@@ -1,17 +1,18 @@
 """The tiles of one weight in a GEMM kernel: `Format`, its shared memory, and the copies in and out.
 
-Quantised weights are stored in device memory at 4 or 8 bits and converted to the dtype of the activations, bfloat16 or
-float16, on the way to the tensor cores. Products have float32 accumulation. With quantised activations
-(`pallas_kernels.activations`) fp8 tiles are multiplied as they are stored; Hopper's FP8 MMA accumulates with
-fewer bits, so each step is added to a float32 total.
+Quantised weights are stored in device memory at 4 or 8 bits and converted to the dtype of the
+activations, bfloat16 or float16, on the way to the tensor cores. Products have float32
+accumulation. With quantised activations (`pallas_kernels.activations`) fp8 tiles are multiplied as
+they are stored; Hopper's FP8 MMA accumulates with fewer bits, so each step is added to a float32
+total.
 
-    TMA              w_smem, x_smem -> codec: operands -> MMA: product of one step    [rows, tokens] float32
+    TMA              w_smem, x_smem -> codec: operands -> MMA: product of one step    [rows, tokens]
     each step        total += factor * product         (factor: block scale, or a constant)
     each chunk       total times the scales of rows, if rows have scales
     after K          total, in registers -> out_smem (transposed) -> TMA              [tokens, rows]
 
-The order of a sum depends only on K and on the number of K chunks, not on the number of rows in the call.
-`pipeline` describes how TMA runs ahead of the MMA.
+The order of a sum depends only on K and on the number of K chunks, not on the number of rows in the
+call. `pipeline` describes how TMA runs ahead of the MMA.
 """
 
 import math
@@ -64,7 +65,8 @@ class Format:
         device: Device,
         x_dtype: jnp.dtype = jnp.bfloat16,
     ) -> "Format":
-        """Format of a weight; the arrays need only a shape and a dtype. Arguments as in `codec_of`."""
+        """Format of a weight; the arrays need only a shape and a dtype. Arguments as in
+        `codec_of`."""
         return cls(codec_of(values, scale, x_dtype), _MMAS[device.sm])
 
     @classmethod
@@ -84,7 +86,8 @@ class Format:
         return self.codec.read_by_threads or self.mma.threads_read
 
     def stages(self, wanted: int, num_steps: int, most: int) -> int:
-        """Pipeline stages, at least two. `wanted` counts stages of 64 rows; larger tiles get fewer."""
+        """Pipeline stages, at least two. `wanted` counts stages of 64 rows; larger tiles get
+        fewer."""
         return min(max(2, wanted * 64 // self.rows), num_steps, most)
 
     def most_stages(
@@ -106,8 +109,8 @@ class Format:
         most = (device.smem_bytes - rest) // slot
         if most < 1:
             raise NotImplementedError(
-                f"tiles of {tokens} rows and a weight with {K} columns need {rest + slot} bytes of shared "
-                f"memory and a thread block of {device} has {device.smem_bytes} bytes; "
+                f"tiles of {tokens} rows and a weight with {K} columns need {rest + slot} bytes of "
+                f"shared memory and a thread block of {device} has {device.smem_bytes} bytes; "
                 "use implementation='reference'"
             )
         return most
@@ -117,8 +120,8 @@ class Format:
     ) -> dict[str, Any]:
         """Scratch of a block: slots and barriers of a pipeline, staged scales, and the output tile.
 
-        If warpgroups share x, each has its own weight slots, scales and output tile. The MMA may add to
-        it, see `Mma.scratch`.
+        If warpgroups share x, each has its own weight slots, scales and output tile. The MMA may
+        add to it, see `Mma.scratch`.
 
         Args:
           stages: slots of the pipeline.
@@ -187,8 +190,9 @@ class Format:
     ) -> None:
         """Starts the copy of the tile of a step, from row `first_row` of a weight [N, K] on.
 
-        Elements outside of the weight are filled with zeros. A tile that is stored whole is never outside: steps
-        past the last one read it again, and the columns of x that they multiply are zeros.
+        Elements outside of the weight are filled with zeros. A tile that is stored whole is never
+        outside: steps past the last one read it again, and the columns of x that they multiply are
+        zeros.
         """
         if self.codec.tiled:
             last = w_gmem.shape[-3] - 1
@@ -200,7 +204,8 @@ class Format:
             fetch_tile(w_gmem.at[pl.ds(first_row, self.rows), columns], tile_smem, barrier)
 
     def zeros(self, parts: int, tokens: int, groups: int) -> list[jax.Array]:
-        """Initial totals of `parts` tiles for `Mma.add_products`: float32 [rows, tokens / pieces]."""
+        """Initial totals of `parts` tiles for `Mma.add_products`: float32
+        [rows, tokens / pieces]."""
         pieces = self.mma.pieces(self.codec, tokens, groups)
         zeros = jnp.zeros((self.rows, tokens // pieces), jnp.float32)
         return [plgpu.layout_cast(zeros, self.mma.layout)] * (parts * pieces)
@@ -235,7 +240,8 @@ class Format:
         tokens: int,
         interpret: Any,
     ) -> list[jax.Array]:
-        """Sums float32 [rows, tokens / pieces] times scale_gmem[first_row : first_row + rows], rounded."""
+        """Sums float32 [rows, tokens / pieces] times scale_gmem[first_row : first_row + rows],
+        rounded."""
         to = first_row, tokens // len(sums_reg), interpret
         scales_reg = self.mma.load_rows(scale_gmem, *to)
         how = scales_reg, self.mma.layout, interpret
@@ -252,8 +258,9 @@ class Format:
     ) -> None:
         """Epilogue: stores tiles [rows, tokens / pieces] transposed to out_gmem [tokens, rows].
 
-        The tiles pass through out_smem [n, rows], n tokens at a time. TMA clips rows and tokens outside
-        of the array. `arranged` permutes the rows as mxfp4 products expect their input columns.
+        The tiles pass through out_smem [n, rows], n tokens at a time. TMA clips rows and tokens
+        outside of the array. `arranged` permutes the rows as mxfp4 products expect their input
+        columns.
         """
         size = out_smem.shape[0]
         parts = [
@@ -288,8 +295,9 @@ def as_e8m0(codes: jax.Array) -> jax.Array:
 def fetch_scales(source_gmem: Any, row: Any, rows: int, scale_smem: Any, barrier: Any) -> None:
     """Starts a bulk copy of the mxfp4 scales of `rows` rows from `row` on.
 
-    source_gmem is uint8 [rows of all weights * K / 32], scale_smem uint8 [rows * K / 32]. One contiguous
-    range: a tensor copy needs rows of 16 n bytes. Bytes past the end of the array are not written.
+    source_gmem is uint8 [rows of all weights * K / 32], scale_smem uint8 [rows * K / 32]. One
+    contiguous range: a tensor copy needs rows of 16 n bytes. Bytes past the end of the array are
+    not written.
     """
     size = scale_smem.shape[0]
     range_gmem = source_gmem.at[pl.ds(row * (size // rows), size)]

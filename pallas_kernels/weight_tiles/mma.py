@@ -1,17 +1,20 @@
 """Contract of a chip's matrix multiply-accumulate (MMA): weight tile times x tile, float32 sums.
 
-The weight is the M operand (64 rows with wgmma and mma.sync, 128 with tcgen05) and the tokens are the N operand
-("swap-AB"): M is then always full, and N is padded to a multiple of 8 only. Operands are bfloat16 or
-float16, or e4m3 with quantised activations. There are two ways to multiply, and `Codec.unpacked` decides:
+The weight is the M operand (64 rows with wgmma and mma.sync, 128 with tcgen05) and the tokens are
+the N operand ("swap-AB"): M is then always full, and N is padded to a multiple of 8 only. Operands
+are bfloat16 or float16, or e4m3 with quantised activations. There are two ways to multiply, and
+`Codec.unpacked` decides:
 
 - stored: both operands are read from shared memory (plain weights; e4m3 weights and activations).
-- unpacked: threads convert the weights to the dtype of x, `part` columns at a time. They are the first operand,
-  from registers (Hopper) or from tensor memory (Blackwell). x is read from shared memory.
+- unpacked: threads convert the weights to the dtype of x, `part` columns at a time. They are the
+  first operand, from registers (Hopper) or from tensor memory (Blackwell). x is read from shared
+  memory.
 
-mma.sync, the MMA of RTX cards, takes operands from registers only: threads load x and stored tiles as well.
+mma.sync, the MMA of RTX cards, takes operands from registers only: threads load x and stored tiles
+as well.
 
-In names and comments a part is a number of columns of a tile, `parts` is the number of weights that share x,
-and `pieces` is the number of token ranges that are multiplied one after the other.
+In names and comments a part is a number of columns of a tile, `parts` is the number of weights that
+share x, and `pieces` is the number of token ranges that are multiplied one after the other.
 """
 
 from abc import ABC, abstractmethod
@@ -35,8 +38,8 @@ class Operands:
       x_smem: `codec.x_dtype` [tokens, codec.step], columns in `codec.arrange` order.
       scales_smem: staged scales uint8 [rows * K / 32] of each tile, or empty.
       step: number of the tiles along K.
-      x_scale_smem: scale of each row of x, float32 [tokens], if `codec.x_scaled`; e8m0 [1, 1, 32, 16] if
-        `codec.mma_scaled`; else None.
+      x_scale_smem: scale of each row of x, float32 [tokens], if `codec.x_scaled`; e8m0
+        [1, 1, 32, 16] if `codec.mma_scaled`; else None.
       w_scales_smem: e8m0 [1, 1, 32, 16] of each tile if `codec.mma_scaled`, or empty.
       is_first: whether this step begins a sum, if `codec.mma_scaled`.
     """
@@ -79,7 +82,8 @@ class Mma(ABC):
         return 1
 
     def pieces(self, codec: Codec, tokens: int, groups: int) -> int:
-        """Number of token ranges of a tile, multiplied one after the other to limit register pressure."""
+        """Number of token ranges of a tile, multiplied one after the other to limit register
+        pressure."""
         return 1
 
     def scratch(self, codec: Codec, parts: int, tokens: int) -> dict[str, Any]:
@@ -107,12 +111,14 @@ class Mma(ABC):
           refill: called after the last read of the tiles and of x.
           scratch: see `scratch`.
         Returns:
-          The new totals. If `codec.mma_scaled` the sums stay where the MMA adds them, and totals_reg is
+          The new totals. If `codec.mma_scaled` the sums stay where the MMA adds them, and
+          totals_reg is
           returned: `sums` loads them after the last step.
         """
 
     def sums(self, parts: int, tokens: int, **scratch: Any) -> list[jax.Array]:
-        """Sums that the MMA itself has added over several steps: float32 [rows, tokens], one per tile."""
+        """Sums that the MMA itself has added over several steps: float32 [rows, tokens], one per
+        tile."""
         raise NotImplementedError
 
     @abstractmethod
@@ -122,7 +128,8 @@ class Mma(ABC):
     def unpack_fp8_tile(
         self, tile_smem: Any, interpret: Any, dtype: jnp.dtype
     ) -> Callable[[int], jax.Array]:
-        """Unpacker of an e4m3 tile [512, 16] in the order of `pallas_kernels.fp8_tiles` to `dtype`. Exact."""
+        """Unpacker of an e4m3 tile [512, 16] in the order of `pallas_kernels.fp8_tiles` to `dtype`.
+        Exact."""
         raise NotImplementedError(f"{type(self).__name__} has no order of fp8 tiles")
 
     @abstractmethod
@@ -137,7 +144,8 @@ class Mma(ABC):
 
     @abstractmethod
     def load_rows(self, source_gmem: Any, first: Any, tokens: int, interpret: Any) -> jax.Array:
-        """Broadcasts source_gmem[first : first + rows] to float32 [rows, tokens]; unspecified past N."""
+        """Broadcasts source_gmem[first : first + rows] to float32 [rows, tokens]; unspecified past
+        N."""
 
 
 def scaled_sums(
@@ -146,7 +154,8 @@ def scaled_sums(
     factors: Sequence[jax.Array],
     products_reg: Iterable[jax.Array],
 ) -> list[jax.Array]:
-    """Scales the products of a step and adds them to the totals, in order; float32 [rows, tokens]."""
+    """Scales the products of a step and adds them to the totals, in order; float32
+    [rows, tokens]."""
     return [
         total + (product * factor if codec.scaled else product)
         for total, product, factor in zip(totals_reg, products_reg, factors, strict=True)

@@ -1,17 +1,17 @@
 """Blackwell's tensor cores: tcgen05 with 128 weight rows per block.
 
-Each thread of the warpgroup handles one weight row. It unpacks 64 columns of it and stores them to tensor
-memory (TMEM), from where they are the first operand of the MMA. In this file such 64 columns are a piece;
-the tokens are divided (`Mma.pieces`) only where each column of a product has a scale. There are two buffers:
-one piece is multiplied while the next is unpacked. Products accumulate in tensor memory within one K step and
-in registers across steps.
+Each thread of the warpgroup handles one weight row. It unpacks 64 columns of it and stores them to
+tensor memory (TMEM), from where they are the first operand of the MMA. In this file such 64 columns
+are a piece; the tokens are divided (`Mma.pieces`) only where each column of a product has a scale.
+There are two buffers: one piece is multiplied while the next is unpacked. Products accumulate in
+tensor memory within one K step and in registers across steps.
 
     TMEM columns   sums: parts * tokens (float32)   pieces: 2 * 64 bfloat16, packed in 64 columns
                    mxfp8 scales: 4 for each tile of the weight, 4 for x
 
-The MMA of mxfp8 operands reads their scales from tensor memory, 4 of 32 columns for each row of a step. They are
-copied there right before it; copy and MMA are issued by one thread, so they run in order. Their products need no
-factor, so they accumulate in tensor memory over all steps of a sum.
+The MMA of mxfp8 operands reads their scales from tensor memory, 4 of 32 columns for each row of a
+step. They are copied there right before it; copy and MMA are issued by one thread, so they run in
+order. Their products need no factor, so they accumulate in tensor memory over all steps of a sum.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -96,7 +96,8 @@ class Tcgen05(Mma):
             sums = self._add_scaled(codec, totals_reg, factors, sums_tmem, operands.x_scale_smem)
             refill()
             return sums
-        # Refill before the sums are loaded: otherwise the sums stay live in registers beside the totals.
+        # Refill before the sums are loaded: otherwise the sums stay live in registers beside the
+        # totals.
         refill()
         return scaled_sums(codec, totals_reg, factors, self._load_sums(accs_tmem))
 
@@ -110,7 +111,8 @@ class Tcgen05(Mma):
         scales_tmem: Sequence[Any],
         done_barrier: Any,
     ) -> None:
-        """Adds the products of tiles and x, with their scales, to the sums, and waits for the MMAs."""
+        """Adds the products of tiles and x, with their scales, to the sums, and waits for the
+        MMAs."""
         *w_scales_tmem, x_scale_tmem = scales_tmem
         plgpu.async_copy_scales_to_tmem(operands.x_scale_smem, x_scale_tmem)
         for i, (tile_smem, acc_tmem) in enumerate(zip(operands.tiles_smem, accs_tmem, strict=True)):
@@ -135,7 +137,8 @@ class Tcgen05(Mma):
         sums_tmem: Any,
         scale_smem: Any,
     ) -> list[jax.Array]:
-        """Adds sums whose columns each have a scale, in scale_smem float32 [tokens], to the totals."""
+        """Adds sums whose columns each have a scale, in scale_smem float32 [tokens], to the
+        totals."""
         pieces = len(totals_reg) // len(factors)
         size = scale_smem.shape[0] // pieces
         sums = []
@@ -157,7 +160,8 @@ class Tcgen05(Mma):
     def _multiply_stored(
         self, accs_tmem: Sequence[Any], tiles_smem: Sequence[Any], x_smem: Any, done_barrier: Any
     ) -> None:
-        """Multiplies stored tiles [rows, step] in shared memory, one MMA per tile, and waits for them."""
+        """Multiplies stored tiles [rows, step] in shared memory, one MMA per tile, and waits for
+        them."""
         for i, (tile_smem, acc_tmem) in enumerate(zip(tiles_smem, accs_tmem, strict=True)):
             plgpu.tcgen05_mma(acc_tmem, tile_smem, x_smem.T, done_barrier.at[i], accumulate=False)
         for i in range(len(tiles_smem)):
@@ -174,8 +178,8 @@ class Tcgen05(Mma):
     ) -> None:
         """Multiplies tiles through tensor memory, each in `pieces` pieces, and waits for the MMAs.
 
-        `load(i)` is the unpacker of tile i. An MMA reads one half of pieces_tmem while the threads store
-        the next piece to the other half.
+        `load(i)` is the unpacker of tile i. An MMA reads one half of pieces_tmem while the threads
+        store the next piece to the other half.
         """
         started = 0
         for i, acc_tmem in enumerate(accs_tmem):
@@ -269,7 +273,8 @@ def _span(i: int, size: int) -> slice:
 
 
 def _unpack_group(words_reg: jax.Array, code_reg: jax.Array, group: int) -> jax.Array:
-    """uint8 [rows, STEP / 2] and a group's scale [rows] -> bfloat16 [rows, GROUP], `arrange` order."""
+    """uint8 [rows, STEP / 2] and a group's scale [rows] -> bfloat16 [rows, GROUP], `arrange`
+    order."""
     shape = (words_reg.shape[0], GROUP)
 
     @plgpu.inline_mgpu(

@@ -1,11 +1,12 @@
 """Tensor cores of RTX cards of the Blackwell generation: mma.sync with 64 weight rows per block.
 
-These chips have neither wgmma nor tcgen05. Each warp multiplies 16 rows of the weight, and both operands come
-from registers: x and stored tiles through ldmatrix, other weights from the unpackers of Hopper. Registers of
-sums, and of unpacked weights, are those of wgmma (`Wgmma`); only the product itself differs.
+These chips have neither wgmma nor tcgen05. Each warp multiplies 16 rows of the weight, and both
+operands come from registers: x and stored tiles through ldmatrix, other weights from the unpackers
+of Hopper. Registers of sums, and of unpacked weights, are those of wgmma (`Wgmma`); only the
+product itself differs.
 
-An element of a sum is one chain of instructions over 16 columns each (32 of e4m3), in ascending order. The
-number of tokens in a tile changes nothing in this chain.
+An element of a sum is one chain of instructions over 16 columns each (32 of e4m3), in ascending
+order. The number of tokens in a tile changes nothing in this chain.
 """
 
 import functools
@@ -56,7 +57,8 @@ class MmaSync(Wgmma):
     def unpack_fp8(self, tile_smem: Any) -> Callable[[int], jax.Array]:
         packed_reg = plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA_UPCAST_2X)
         packed_reg = plgpu.layout_cast(packed_reg, plgpu.Layout.WGMMA)
-        # A part at a time: a whole tile in bfloat16 takes twice the registers, and gate and up would spill.
+        # A part at a time: a whole tile in bfloat16 takes twice the registers, and gate and up
+        # would spill.
         part_of = lambda i: packed_reg[:, i * self.part : (i + 1) * self.part]
         return lambda i: part_of(i).astype(jnp.float32).astype(jnp.bfloat16)
 
@@ -88,8 +90,8 @@ def as_operand(rows_reg: jax.Array, interpret: Any) -> jax.Array:
         to = layout.to_mgpu()
         out = np.empty(to.registers_shape(rows.shape), dtype=object)
         word = mlir.ir.IntegerType.get_signless(32)
-        # Cast to integers and back: Mosaic replaces an array of unchanged registers by the array they came from,
-        # which has the old layout.
+        # Cast to integers and back: Mosaic replaces an array of unchanged registers by the array
+        # they came from, which has the old layout.
         out.flat = [mlir.bitcast(mlir.bitcast(x, word), x.type) for x in rows.registers.flat]
         return mlir.FragmentedArray(_registers=out, _layout=to, _is_signed=None)
 

@@ -1,7 +1,7 @@
 """Hopper's tensor cores: wgmma with 64 weight rows per warpgroup.
 
-Stored tiles are read from shared memory; unpacked ones are the first operand from registers. x is always the
-second operand, in shared memory.
+Stored tiles are read from shared memory; unpacked ones are the first operand from registers. x is
+always the second operand, in shared memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +36,9 @@ class Wgmma(Mma):
         return wanted
 
     def pieces(self, codec: Codec, tokens: int, groups: int) -> int:
-        # Totals of all tokens stay in registers. The MMA accumulator beside them covers 128 tokens, or 64 if
-        # registers also hold unpacked weights or more than two warpgroups share the register file.
+        # Totals of all tokens stay in registers. The MMA accumulator beside them covers 128 tokens,
+        # or 64 if registers also hold unpacked weights or more than two warpgroups share the
+        # register file.
         most = 64 if codec.unpacked or groups > 2 else 128
         return max(1, tokens // most)
 
@@ -57,8 +58,8 @@ class Wgmma(Mma):
         size = x_smem.shape[0] // pieces
         load = lambda i: operands.unpacker(codec, self, i, interpret)
         if pieces > 1 and codec.unpacked and codec.step == self.part:
-            # Registers hold one part of an unpacked tile. An fp8 tile is one part and is unpacked once for
-            # all pieces; an mxfp4 tile is two and is unpacked again for each piece.
+            # Registers hold one part of an unpacked tile. An fp8 tile is one part and is unpacked
+            # once for all pieces; an mxfp4 tile is two and is unpacked again for each piece.
             load = list(map(load, range(len(tiles_smem)))).__getitem__
         sums = list(totals_reg)
         for piece in range(pieces):
@@ -67,8 +68,8 @@ class Wgmma(Mma):
                 x_piece_smem = x_smem.at[piece * size : (piece + 1) * size]
             products = self._products(codec, tiles_smem, load, x_piece_smem, interpret)
             added = scaled_sums(codec, totals_reg[piece::pieces], factors, products)
-            # The barrier limits register pressure: otherwise the compiler moves all additions behind the last
-            # product and keeps every product live.
+            # The barrier limits register pressure: otherwise the compiler moves all additions
+            # behind the last product and keeps every product live.
             sums[piece::pieces] = added if pieces == 1 else map(lax.optimization_barrier, added)
         refill()
         return sums
@@ -153,21 +154,23 @@ class Wgmma(Mma):
                     columns_smem = x_smem.at[:, part * self.part : (part + 1) * self.part]
                 plgpu.wgmma(acc_reg, unpack(part), columns_smem.T)
                 if parts > 1:
-                    # wgmma reads the weights from registers. With few tokens one wgmma overlaps the next
-                    # unpack; with many the accumulators leave no registers for a second set of weights.
+                    # wgmma reads the weights from registers. With few tokens one wgmma overlaps the
+                    # next unpack; with many the accumulators leave no registers for a second set of
+                    # weights.
                     plgpu.wgmma_wait(1 if x_smem.shape[0] <= 32 else 0)
 
     def _interpreted(
         self, unpack: Callable[[int], jax.Array], parts: int, x_smem: Any
     ) -> jax.Array:
-        """`_multiply_unpacked` of one tile: the interpreter has no wgmma with an operand in registers."""
+        """`_multiply_unpacked` of one tile: the interpreter has no wgmma with an operand in
+        registers."""
         weights = jnp.concatenate([unpack(part) for part in range(parts)], axis=1)
         return jnp.dot(weights.astype(jnp.float32), x_smem[...].astype(jnp.float32).T)
 
     def unpack_fp8(self, tile_smem: Any) -> Callable[[int], jax.Array]:
         packed_reg = plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-        # The layout changes while elements are 8 bits wide: half as many shuffles between threads. There is
-        # no direct conversion to bfloat16; the one through float32 is exact.
+        # The layout changes while elements are 8 bits wide: half as many shuffles between threads.
+        # There is no direct conversion to bfloat16; the one through float32 is exact.
         packed_reg = plgpu.layout_cast(packed_reg, plgpu.Layout.WGMMA)
         tile_reg = packed_reg.astype(jnp.float32).astype(jnp.bfloat16)
         return lambda part: tile_reg
@@ -215,7 +218,8 @@ class Wgmma(Mma):
     ),
 )
 def _in_operand_order(_, loaded: Any) -> Any:
-    """Registers of a tile [512, 16] under the names that they have as wgmma's first operand; no instruction."""
+    """Registers of a tile [512, 16] under the names that they have as wgmma's first operand; no
+    instruction."""
     shape, layout = (fp8_tiles.ROWS, fp8_tiles.COLUMNS), mlir.WGMMA_LAYOUT
     out = np.empty(layout.registers_shape(shape), dtype=object)
     pairs = fp8_tiles.LOAD // 2

@@ -1,7 +1,7 @@
 """MXFP4 weight tiles: unpacks 4-bit values to bfloat16 in registers.
 
-A Hopper thread loads one 32-bit word of a row, 8 neighbouring e2m1 values. Four threads j = 0 .. 3 cover a
-group of 32 columns, which shares one e8m0 scale:
+A Hopper thread loads one 32-bit word of a row, 8 neighbouring e2m1 values. Four threads j = 0 .. 3
+cover a group of 32 columns, which shares one e8m0 scale:
 
     word of thread j     bits 31 .. 28  27..24  23..20  19..16  15..12  11..8   7..4    3..0
     column in the group       8j + 7    8j + 6  8j + 5  8j + 4  8j + 3  8j + 2  8j + 1  8j
@@ -10,15 +10,15 @@ group of 32 columns, which shares one e8m0 scale:
     nibble               s e1 e0 m                            sign, exponent, mantissa
     bfloat16 of a half   s 0 0 0 0 0 0 e1 e0 m 0 0 0 0 0 0    value * 2^-126
 
-So a mask, a multiply and a mask unpack two values. wgmma assigns other columns to a thread. No shuffle is
-needed, because a sum over K may run in any order: `arrange` permutes the activations instead. In each
-group of 32, position 8i + 2j + h holds column 8j + 4h + i. A Blackwell thread loads whole rows (all four
-words) and uses the same order.
+So a mask, a multiply and a mask unpack two values. wgmma assigns other columns to a thread. No
+shuffle is needed, because a sum over K may run in any order: `arrange` permutes the activations
+instead. In each group of 32, position 8i + 2j + h holds column 8j + 4h + i. A Blackwell thread
+loads whole rows (all four words) and uses the same order.
 
-Scales: a product with 2^(126 - SHIFT) times the group's scale gives the weight times 2^-SHIFT, subnormal
-values included. The float32 sums are multiplied by 2^SHIFT. This is exact for scale codes 59 to 192 (2^-68
-to 2^65). Weights with lower codes are rounded to multiples of 2^-69. Codes above 192, and 255 (NaN), are
-treated as 192.
+Scales: a product with 2^(126 - SHIFT) times the group's scale gives the weight times 2^-SHIFT,
+subnormal values included. The float32 sums are multiplied by 2^SHIFT. This is exact for scale codes
+59 to 192 (2^-68 to 2^65). Weights with lower codes are rounded to multiples of 2^-69. Codes above
+192, and 255 (NaN), are treated as 192.
 """
 
 from typing import Any
@@ -46,7 +46,8 @@ _ROW = plgpu.Layout.WGMMA.reduce(1)  # register layout of one element per row on
 
 
 def arrange(x: jax.Array) -> jax.Array:
-    """Permutes the columns of x [..., K] to the order of unpacked weights; K is a multiple of 32."""
+    """Permutes the columns of x [..., K] to the order of unpacked weights; K is a multiple of
+    32."""
     pairs = x.reshape(*x.shape[:-1], -1, 4, 2, 4)  # [.., K / 32, j, h, i]
     return jnp.moveaxis(pairs, -1, -3).reshape(x.shape)
 
@@ -141,8 +142,8 @@ def store_arranged(out_smem: Any, tile: jax.Array, layout: plgpu.Layout, interpr
 def _expand_pair(words: Any, i: int) -> Any:
     """Moves the bits of pair i of each int32 to their bfloat16 positions, in both halves.
 
-    One multiply by a sum of two powers of two shifts the sign and the other bits by different amounts.
-    The shifted copies do not overlap.
+    One multiply by a sum of two powers of two shifts the sign and the other bits by different
+    amounts. The shifted copies do not overlap.
     """
     if i >= 2:
         words, i = words >> 8, i - 2
@@ -151,7 +152,8 @@ def _expand_pair(words: Any, i: int) -> Any:
 
 
 def unpack_half(words_reg: jax.Array, codes_reg: list[jax.Array], half: int) -> jax.Array:
-    """One half of a Hopper tile: uint8 [rows, STEP / 2], scales [rows] -> bfloat16 [rows, STEP / 2]."""
+    """One half of a Hopper tile: uint8 [rows, STEP / 2], scales [rows] -> bfloat16
+    [rows, STEP / 2]."""
     groups = GROUPS // 2
 
     @plgpu.inline_mgpu(
@@ -167,7 +169,8 @@ def unpack_half(words_reg: jax.Array, codes_reg: list[jax.Array], half: int) -> 
 
 
 def _unpack_registers(words: Any, codes: Any, half: int) -> Any:
-    """`unpack_half` for one thread: 2 words per group (rows 8 apart) become 8 registers of 2 bfloat16."""
+    """`unpack_half` for one thread: 2 words per group (rows 8 apart) become 8 registers of 2
+    bfloat16."""
     packed = words.registers.reshape(-1, 2)  # [groups of the tile, rows 8 apart]
     shape = (words.shape[0], _HALF)
     layout = mlir.WGMMA_LAYOUT

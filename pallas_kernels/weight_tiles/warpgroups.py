@@ -17,8 +17,8 @@ def warpgroup_part(ref: Any, groups: int) -> Any:
 def tile_rows(rows: int, groups: int, block: Any, N: int) -> tuple[Any, Any]:
     """First weight row of this warpgroup's tile of `rows` rows: (row to read, row to store).
 
-    A warpgroup whose tile is past N reads the last tile again, because all warpgroups must take part in the
-    loop (`x_free_barrier` counts them). The caller skips its store.
+    A warpgroup whose tile is past N reads the last tile again, because all warpgroups must take
+    part in the loop (`x_free_barrier` counts them). The caller skips its store.
     """
     row = (block if groups == 1 else block * groups + warpgroup_index(groups)) * rows
     if groups == 1 or N % (groups * rows) == 0:
@@ -30,6 +30,7 @@ def launch_options(groups: int) -> dict[str, Any]:
     """Arguments of `plgpu.kernel` for blocks of several warpgroups."""
     if groups == 1:
         return {}
-    # All warpgroups share the reduction scratch: a cross-warp reduction would be a race. Size 0 forbids it.
+    # All warpgroups share the reduction scratch: a cross-warp reduction would be a race. Size 0
+    # forbids it.
     no_scratch = plgpu.CompilerParams(reduction_scratch_bytes=0)
     return dict(num_threads=groups, thread_name="group", compiler_params=no_scratch)

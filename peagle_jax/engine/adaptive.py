@@ -1,8 +1,10 @@
-"""K chosen at run time: for each round the number of drafts with the most tokens per second. No jax here.
+"""K chosen at run time: for each round the number of drafts with the most tokens per second. No jax
+here.
 
-A round of K drafts emits 1 + s_1 + .. + s_K tokens for a request, where s_j is the share of rounds in which
-draft j passes. `Survival` measures s_j, `RoundTimes` the seconds of a round. Both change only with committed
-rounds, so K never depends on drafts that its round verifies (docs/adaptive.md, "Exactness").
+A round of K drafts emits 1 + s_1 + .. + s_K tokens for a request, where s_j is the share of rounds
+in which draft j passes. `Survival` measures s_j, `RoundTimes` the seconds of a round. Both change
+only with committed rounds, so K never depends on drafts that its round verifies (docs/adaptive.md,
+"Exactness").
 """
 
 import logging
@@ -19,7 +21,8 @@ _LARGE = 64
 DECIDE_EVERY = 16
 """Rounds of a batch bucket between two choices."""
 EXPLORE_EVERY = 128
-"""Of this many rounds the last two have the largest K: one makes its drafts, the next verifies them."""
+"""Of this many rounds the last two have the largest K: one makes its drafts, the next verifies
+them."""
 EXPLORE_COST = 0.005
 """Largest share of time that these two rounds may cost, beyond rounds of the chosen K."""
 _MEMORY = 256  # verified drafts over which the acceptance of a position is averaged, at least
@@ -33,8 +36,9 @@ _log = logging.getLogger(__name__)
 def candidates(most: int, size: int, platform: str) -> tuple[int, ...]:
     """Values of K that compile for the batch bucket `size`, ascending; the last is `most`, J.
 
-    Each is a program to compile and to load, so values that win little are left out. At the times of rounds measured on
-    an H200, K = 5 is at most 2 % ahead of 3 and 7, and K = 1 pays in large batches only (docs/adaptive.md, "Candidates").
+    Each is a program to compile and to load, so values that win little are left out. At the times
+    of rounds measured on an H200, K = 5 is at most 2 % ahead of 3 and 7, and K = 1 pays in large
+    batches only (docs/adaptive.md, "Candidates").
     """
     steps = (0, 3) if platform == "cpu" or size < _LARGE else (0, 1, 3)
     steps += () if platform == "cpu" else (7, 15, 31)
@@ -42,18 +46,20 @@ def candidates(most: int, size: int, platform: str) -> tuple[int, ...]:
 
 
 def exploration_interval(seconds: Mapping[int, float], present: int) -> int:
-    """Rounds of K = `present` between two explorations: `EXPLORE_EVERY`, or more where they are expensive."""
+    """Rounds of K = `present` between two explorations: `EXPLORE_EVERY`, or more where they are
+    expensive."""
     most = max(seconds)
     extra = 2 * (seconds[most] / seconds[present] - 1)
     return max(EXPLORE_EVERY - 2, round(extra / EXPLORE_COST))
 
 
 class Survival:
-    """For each position, how often its draft passed in recent rounds in which all drafts before it passed.
+    """For each position, how often its draft passed in recent rounds in which all drafts before it
+    passed.
 
-    The share of rounds in which draft j passes is the product of these conditional shares up to j. Rounds of few
-    drafts do not measure later positions, but they change the first factors of the product, so all shares follow
-    texts that become easier or harder.
+    The share of rounds in which draft j passes is the product of these conditional shares up to j.
+    Rounds of few drafts do not measure later positions, but they change the first factors of the
+    product, so all shares follow texts that become easier or harder.
 
     Args:
       most: J, number of positions.
@@ -76,8 +82,8 @@ class Survival:
         for j in reversed(range(most)):
             for i, counts in enumerate((with_drafted, with_reached, with_passed)):
                 new[i] += counts[j + 1]
-            # Counts of positions that are not verified decay too, so that the few rounds of an exploration
-            # replace them.
+            # Counts of positions that are not verified decay too, so that the few rounds of an
+            # exploration replace them.
             if new[0] or self._reached[j] > _LEAST_KEPT:
                 kept = 1 - min(_FASTEST_DECAY, (new[0] or in_all) / _MEMORY)
                 self._verified[j] = kept * self._verified[j] + new[0]
@@ -90,7 +96,8 @@ class Survival:
 
     @property
     def shares(self) -> list[float]:
-        """Share of rounds in which draft 1, 2, ... passed; non-increasing. 0 where no draft was reached."""
+        """Share of rounds in which draft 1, 2, ... passed; non-increasing. 0 where no draft was
+        reached."""
         shares, share = [], 1.0
         for reached, passed in zip(self._reached, self._passed, strict=True):
             share *= passed / reached if reached else 0.0

@@ -1,4 +1,5 @@
-"""The device calls of one engine step: requests, and the plans filled for them with numpy arrays."""
+"""The device calls of one engine step: requests, and the plans filled for them with numpy
+arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +76,8 @@ class PrefillCall:
         )
 
     def samples(self, row: int) -> bool:
-        """Whether the device samples a token for the row: the chunk ends a prompt without output."""
+        """Whether the device samples a token for the row: the chunk ends a prompt without
+        output."""
         return self.requests[row] is not None and bool(self.plan.next_token[row] < 0)
 
 
@@ -118,7 +120,8 @@ class DecodeCall:
         return not any(request.needs_branch for request in self.rows)
 
     def is_again(self, rows: list[Request], shape: RoundShape) -> bool:
-        """Whether a round of `shape` for `rows` would be this one, if their slots and pages are the same."""
+        """Whether a round of `shape` for `rows` would be this one, if their slots and pages are the
+        same."""
         if self.shape != shape or self.rows != rows or self._is_constrained:
             return False
         pending = [min(request.pending, shape.num_draft) for request in rows]
@@ -178,8 +181,9 @@ class DecodeCall:
 def timed_plan(shape: RoundShape, vocab_size: int, config: EngineConfig) -> DecodePlan:
     """A round over the dummy slot whose rows read different tokens, the same ones each time.
 
-    Equal tokens would choose equal experts, and a round of many rows would read a fraction of the weights that a
-    round of texts reads. The rows of the dummy slot leave no trace in the state of a request.
+    Equal tokens would choose equal experts, and a round of many rows would read a fraction of the
+    weights that a round of texts reads. The rows of the dummy slot leave no trace in the state of a
+    request.
     """
     plan = DecodeCall.build([], shape, config).plan
     tokens = np.random.default_rng(0).integers(
@@ -189,7 +193,8 @@ def timed_plan(shape: RoundShape, vocab_size: int, config: EngineConfig) -> Deco
 
 
 def made(row: Sequence[int]) -> list[int]:
-    """The drafts of a row of a call's output; behind them the row may have negative numbers, for no draft."""
+    """The drafts of a row of a call's output; behind them the row may have negative numbers, for no
+    draft."""
     return [draft for draft in row if draft >= 0]
 
 
@@ -197,8 +202,8 @@ def made(row: Sequence[int]) -> list[int]:
 class Calls:
     """The device calls of one engine step. If empty while `has_work`: commit, then schedule again.
 
-    Dispatch `prefills` in order, since one may continue a prompt where the one before ends. The round
-    does not depend on them.
+    Dispatch `prefills` in order, since one may continue a prompt where the one before ends. The
+    round does not depend on them.
     """
 
     prefills: tuple[PrefillCall, ...]

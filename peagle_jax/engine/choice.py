@@ -1,8 +1,8 @@
 """The shape of a batch bucket's rounds: the one with the most tokens per second. No jax here.
 
-The predicted tokens per second of a shape are computed from its time over idle slots until real rounds correct
-it. So a shape without recent real rounds, whose prediction is not far below that of the present shape, is tried
-for some rounds.
+The predicted tokens per second of a shape are computed from its time over idle slots until real
+rounds correct it. So a shape without recent real rounds, whose prediction is not far below that of
+the present shape, is tried for some rounds.
 """
 
 from collections.abc import Mapping
@@ -13,14 +13,15 @@ from peagle_jax.engine.round_times import RoundTimes
 LEAST_GAIN = 0.015
 """Share of tokens per second by which another shape must be faster to replace the one in use."""
 TRY_ABOVE = 0.7
-"""A shape is tried if its prediction is above this share of the present tokens per second: times over idle slots may
-be wrong by the rest, and a trial costs a few rounds in thousands."""
+"""A shape is tried if its prediction is above this share of the present tokens per second: times
+over idle slots may be wrong by the rest, and a trial costs a few rounds in thousands."""
 _LONGEST_TRIAL = 4
 """Decisions after which a trial ends without a time: rounds between prefill calls are not timed."""
 
 
 def best(rates: Mapping, present, least_gain: float):
-    """The key with the largest rate, the smaller of equal ones; `present` unless the gain is large enough."""
+    """The key with the largest rate, the smaller of equal ones; `present` unless the gain is large
+    enough."""
     fastest = min(rates, key=lambda k: (-rates[k], k))
     return fastest if rates[fastest] > (1 + least_gain) * rates[present] else present
 
@@ -65,7 +66,8 @@ class Choice:
             return
         self.trial = None
         self.present = best(rates, self.present, LEAST_GAIN)
-        # The ratio of two shapes is learned from rounds side by side, so the present one is measured first.
+        # The ratio of two shapes is learned from rounds side by side, so the present one is
+        # measured first.
         if times.is_tried(self.present):
             self.trial = promising(rates, self.present, times)
         if self.trial is not None:

@@ -55,11 +55,13 @@ class Commits:
         self,
         call: PrefillCall,
         tokens: np.ndarray,  # [R, 1]
-        count: np.ndarray,  # [R], 1 where the row ended its prompt, -1 where its logits are not finite
+        # [R], 1 where the row ended its prompt, -1 where its logits are not finite
+        count: np.ndarray,
         drafts: np.ndarray,  # [R, J]
         logprobs: BatchLogprobs | None = None,  # C = 1
     ) -> list[Update]:
-        """Commits one prefill call: appends the first token of each prompt that the call completed."""
+        """Commits one prefill call: appends the first token of each prompt that the call
+        completed."""
         updates = []
         for row, is_last in enumerate(call.last):
             request = call.requests[row]
@@ -79,7 +81,8 @@ class Commits:
         self,
         call: DecodeCall,
         tokens: np.ndarray,  # [B, K+1]
-        count: np.ndarray,  # [B], accepted drafts + 1; -1 - n where only n tokens have finite logits
+        # [B], accepted drafts + 1; -1 - n where only n tokens have finite logits
+        count: np.ndarray,
         drafts: np.ndarray,  # [B, K], for the next round
         logprobs: BatchLogprobs | None = None,  # C = K+1
     ) -> list[Update]:
@@ -110,7 +113,8 @@ class Commits:
         """Commits the N rounds of one call, all of one request before the next one.
 
         Yields:
-          An update for each round of each request; `request.last_round` is that round while the caller has it.
+          An update for each round of each request; `request.last_round` is that round while the
+          caller has it.
         """
         verified = [call.drafted, *[call.drafted_again] * (call.repeat - 1)]
         counts = []
@@ -139,7 +143,8 @@ class Commits:
             self.policy.record(counts)
 
     def _takes_all(self, request: Request, tokens: list[list[int]], counts: list[int]) -> bool:
-        """Whether a request keeps the tokens of all rounds of a call and goes on, so that they need no check one by one.
+        """Whether a request keeps the tokens of all rounds of a call and goes on, so that they need
+        no check one by one.
 
         Args:
           tokens, counts: of each round, as in `commit_decode`.
@@ -156,8 +161,9 @@ class Commits:
     def _count(
         self, request: Request, before: list[int], drafted: int, produced: int, kept: int
     ) -> int:
-        """Counts a round that verified the first `drafted` of the drafts `before`, of which `kept` tokens became
-        output. Returns how many passed; `produced` is a count as in `commit_decode`."""
+        """Counts a round that verified the first `drafted` of the drafts `before`, of which `kept`
+        tokens became output. Returns how many passed; `produced` is a count as in
+        `commit_decode`."""
         # A failed round emits accepted drafts only, without the target's own token.
         accepted = produced - 1 if produced > 0 else -1 - produced
         verified = before[:drafted]
@@ -189,8 +195,8 @@ class Commits:
     ) -> Update:
         """Appends a row's tokens, then frees the finished request or its surplus pages.
 
-        A negative count is -1 - n: only the first n tokens come from finite logits. The request fails
-        after them, unless one of them ends its text.
+        A negative count is -1 - n: only the first n tokens come from finite logits. The request
+        fails after them, unless one of them ends its text.
         """
         assert count, f"a call produced no token for request {request.id}"
         is_finite = count > 0
@@ -212,7 +218,8 @@ class Commits:
         return request, kept
 
     def _kept(self, request: Request) -> None:
-        """Publishes the final pages of a request whose output has grown, and frees those that it does not need."""
+        """Publishes the final pages of a request whose output has grown, and frees those that it
+        does not need."""
         if request.slot is not None:  # a preempted request has given its pages up
             self.prefixes.publish(request, request.num_tokens - 1)
         if request.is_finished:

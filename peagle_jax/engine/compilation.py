@@ -1,13 +1,16 @@
-"""Compiles the programs of engines in child processes, onto disk; the process that runs an engine loads them.
+"""Compiles the programs of engines in child processes, onto disk; the process that runs an engine
+loads them.
 
-Tracing, lowering and serialising hold Python's lock, some calls for seconds, so threads neither compile side by side
-nor leave the process that serves alone. A child (`compiler_process`) gets the shapes of the weights, never the
-weights: it needs the memory of a device's context and of one program.
+Tracing, lowering and serialising hold Python's lock, some calls for seconds, so threads neither
+compile side by side nor leave the process that serves alone. A child (`compiler_process`) gets the
+shapes of the weights, never the weights: it needs the memory of a device's context and of one
+program.
 
     compile_missing(recipes)        child 1: key, key, ..      each child one program at a time
       queue of (recipe, key) ---->  child 2: key, ..           onto disk (`stored_programs`)
 
-A process that has no engine gives makers of engines of shapes as recipes, and the children first list what is missing.
+A process that has no engine gives makers of engines of shapes as recipes, and the children first
+list what is missing.
 """
 
 import collections
@@ -62,7 +65,8 @@ class CompileError(ConfigError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the programs of an engine; in place of weights there are shapes. It can be pickled.
+    """All that decides the programs of an engine; in place of weights there are shapes. It can be
+    pickled.
 
     Args:
       target, drafter: models with `jax.ShapeDtypeStruct` in place of arrays.
@@ -79,8 +83,8 @@ class Recipe:
 
 
 Maker = Callable[[], tuple[Any, Any, Sequence[Key]]]
-"""A recipe that can be pickled too: -> the `Programs` of an engine of shapes, their state, and the keys of those that it
-needs. Children call it."""
+"""A recipe that can be pickled too: -> the `Programs` of an engine of shapes, their state, and the
+keys of those that it needs. Children call it."""
 
 
 class Setup(NamedTuple):
@@ -98,7 +102,8 @@ class Failure(NamedTuple):
 
     reason: str
     is_final: bool = True
-    """Whether another process would not do better: the compiler refuses the program, or died of it twice."""
+    """Whether another process would not do better: the compiler refuses the program, or died of it
+    twice."""
 
 
 class Progress(NamedTuple):
@@ -117,8 +122,8 @@ class Progress(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A message to a child: a program to compile, or without a key a recipe whose missing programs it lists, each a
-    key and a file."""
+    """A message to a child: a program to compile, or without a key a recipe whose missing programs
+    it lists, each a key and a file."""
 
     recipe: int
     key: Key | None = None
@@ -143,13 +148,16 @@ def compile_missing(
       missing: for each recipe the keys of the programs to compile; None for a `Maker`.
       jobs: most processes; None: `default_jobs`.
       has_low_priority: whether the children leave the processor to others.
-      must_end: whether to stop; it is called several times a second. Programs that are not compiled then are left out.
+      must_end: whether to stop; it is called several times a second. Programs that are not compiled
+        then are left out.
       report: called from one thread at a time, at the start and after each program.
       on_done: called likewise with the recipe's number and the key of each program that is on disk.
-      on_ready: called likewise with a recipe's number once all its programs are on disk or cannot be.
+      on_ready: called likewise with a recipe's number once all its programs are on disk or cannot
+        be.
 
     Returns:
-      Programs that did not get onto disk, those of equal files once; with the key None recipes without a list.
+      Programs that did not get onto disk, those of equal files once; with the key None recipes
+      without a list.
     """
     todo = [
         Job(number, key)
@@ -173,8 +181,8 @@ def compile_missing(
 
 
 def default_jobs(*, has_low_priority: bool = False) -> int:
-    """Processes that compile side by side: one for each core, with low priority for every other, as far as memory
-    allows."""
+    """Processes that compile side by side: one for each core, with low priority for every other, as
+    far as memory allows."""
     jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if has_low_priority:
         jobs //= 2
@@ -206,7 +214,8 @@ class _Run:
         report(self._progress())
 
     def work(self) -> None:
-        """Starts a child and gives it programs until none is left; a child that died is replaced."""
+        """Starts a child and gives it programs until none is left; a child that died is
+        replaced."""
         child = job = None
         try:
             while (job := self._next()) is not None:
@@ -308,7 +317,8 @@ class _Child:
             self._connection.send_bytes(setup)
 
     def ask(self, job: Job, must_end: Callable[[], bool]) -> list[tuple[Key, str]] | Failure | None:
-        """Compiles a program onto disk, or lists those of a recipe. Returns the list, or why there is nothing.
+        """Compiles a program onto disk, or lists those of a recipe. Returns the list, or why there
+        is nothing.
 
         Raises:
           _Died: the process ended meanwhile.
@@ -333,7 +343,8 @@ class _Child:
         self._end()
 
     def _end(self) -> int:
-        """The exit code of a process whose connection is closed; one that hangs in its end is killed."""
+        """The exit code of a process whose connection is closed; one that hangs in its end is
+        killed."""
         try:
             return self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -400,7 +411,8 @@ def messages(connection: Connection) -> Iterator[Any]:
 
 
 def _free_device_bytes() -> int | None:
-    """Free memory of the fullest GPU, beside what this process has taken; None where nothing tells."""
+    """Free memory of the fullest GPU, beside what this process has taken; None where nothing
+    tells."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None

@@ -1,7 +1,8 @@
-"""A process that compiles programs onto disk for its parent: `python -m peagle_jax.engine.compiler_process FD PID`.
+"""A process that compiles programs onto disk for its parent:
+`python -m peagle_jax.engine.compiler_process FD PID`.
 
-See `compilation`. It reads a `Setup` and then jobs from a connection, answers each with None, a list or a `Failure`, and
-ends with its parent.
+See `compilation`. It reads a `Setup` and then jobs from a connection, answers each with None, a
+list or a `Failure`, and ends with its parent.
 """
 
 import ctypes
@@ -52,8 +53,8 @@ class _Compiler:
         self._made: dict[int, tuple] = {}
 
     def answer(self, job: Job) -> list[tuple[Key, str]] | Failure | None:
-        """Compiles a program of a recipe onto disk, or lists what the recipe lacks there. Returns the list, or why
-        there is nothing."""
+        """Compiles a program of a recipe onto disk, or lists what the recipe lacks there. Returns
+        the list, or why there is nothing."""
         try:
             self._recipes = self._recipes or unpickle(self._pickled)
         except Exception as error:  # of code that only the parent has, as what a script defines
@@ -97,8 +98,8 @@ def programs_of(recipe: Recipe) -> tuple[Programs, object]:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Lets the kernel end this process with its parent, also in the middle of a program. Linux only; elsewhere it ends
-    after the program."""
+    """Lets the kernel end this process with its parent, also in the middle of a program. Linux
+    only; elsewhere it ends after the program."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -10,12 +10,12 @@ from peagle_jax.text import TextStream, Tokenizer
 class Completion:
     """One finished request. `text` is None when the engine has no tokenizer.
 
-    `finish_reason` is "stop", "length", "abort" or "error". With "error", `error` describes the failure
-    in one sentence, and the tokens before it are valid.
+    `finish_reason` is "stop", "length", "abort" or "error". With "error", `error` describes the
+    failure in one sentence, and the tokens before it are valid.
 
-    `drafted` counts the drafts that the target verified, `accepted` the drafts that became output, and
-    `accepted_per_position[i]` the rounds in which draft i+1 became output, of the `drafted_per_position[i]` rounds
-    that verified it. The number of `tokens` is
+    `drafted` counts the drafts that the target verified, `accepted` the drafts that became output,
+    and `accepted_per_position[i]` the rounds in which draft i+1 became output, of the
+    `drafted_per_position[i]` rounds that verified it. The number of `tokens` is
     1 + `rounds` + `accepted`, or one less if the text ends on a draft.
 
     `cached` is the number of prompt tokens that the prefix cache had.

@@ -1,8 +1,9 @@
 """Texts that describe what a program is made of: functions, static parts of trees, source files.
 
-Equal descriptions stand for equal behaviour. What cannot be described so is refused, because its program could be
-mistaken for another: functions that no module names (lambdas, closures), and classes of other packages. These may
-have an attribute `program_key`, a text that changes whenever their programs do.
+Equal descriptions stand for equal behaviour. What cannot be described so is refused, because its
+program could be mistaken for another: functions that no module names (lambdas, closures), and
+classes of other packages. These may have an attribute `program_key`, a text that changes whenever
+their programs do.
 """
 
 import dataclasses
@@ -100,7 +101,8 @@ def source_digest(file: str | Path) -> str:
 
 @functools.cache
 def sources() -> str:
-    """SHA-256 of the names and contents of all Python files of `PACKAGES`, read once for each process."""
+    """SHA-256 of the names and contents of all Python files of `PACKAGES`, read once for each
+    process."""
     files = []
     for package in PACKAGES:
         root = Path(importlib.import_module(package).__file__).parent

@@ -1,7 +1,9 @@
-"""The calls of an engine's device programs, as data: what a process needs to repeat them on its own devices.
+"""The calls of an engine's device programs, as data: what a process needs to repeat them on its own
+devices.
 
-Programs are named by keys, plans and masks are the bits that `transfer.pack` makes of them. A process that
-performs the same calls in the same order on equal weights holds equal state (docs/parallel.md). No jax here.
+Programs are named by keys, plans and masks are the bits that `transfer.pack` makes of them. A
+process that performs the same calls in the same order on equal weights holds equal state
+(docs/parallel.md). No jax here.
 """
 
 from typing import NamedTuple

@@ -21,11 +21,13 @@ def dispatch(
       state: consumed.
       repeat: rounds in a call of a program for greedy requests.
     Yields:
-      After each device call the next state, so that an interrupt cannot lose it, and the call if it has a result.
+      After each device call the next state, so that an interrupt cannot lose it, and the call if it
+      has a result.
     """
     if calls.decode is not None:
         decode = calls.decode
-        # A greedy program that was compiled after this call was planned may run more rounds than it.
+        # A greedy program that was compiled after this call was planned may run more rounds than
+        # it.
         is_greedy = decode.is_greedy and decode.repeat == repeat
         state, result = programs.round(state, decode.plan, decode.shape, decode.mask, is_greedy)
         yield state, (decode, result)

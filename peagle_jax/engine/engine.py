@@ -1,4 +1,5 @@
-"""The engine loop: schedule -> dispatch -> commit the previous call. Host code; step.py runs on device.
+"""The engine loop: schedule -> dispatch -> commit the previous call. Host code; step.py runs on
+device.
 
 add_request -> [waiting] -> schedule() -> Calls
             -> programs.round(state, plan) -> state', output        (round n runs on the device)
@@ -56,10 +57,12 @@ class Engine:
     Args:
       target: the target model.
       head: the drafter's weights; None means plain decoding (`config.num_draft` becomes 0).
-      config: sizes; `max_model_len` is lowered to what the target supports (see `sizes.check_sizes`).
+      config: sizes; `max_model_len` is lowered to what the target supports (see
+        `sizes.check_sizes`).
       tokenizer: needed for text prompts and stop strings.
-      drafter: a drafter to use instead of the one built from `head` (notebooks, tests); its `num_draft`
-        is replaced by that of each call. If `head` is None it receives neither taps nor a cache.
+      drafter: a drafter to use instead of the one built from `head` (notebooks, tests); its
+        `num_draft` is replaced by that of each call. If `head` is None it receives neither taps nor
+        a cache.
       accept: the acceptance rule; None: that of `config.verify_method`.
       times: what rounds take, for `config.adaptive`; None: they are measured.
     """
@@ -144,7 +147,8 @@ class Engine:
         self.numbers = itertools.count()  # of requests; their seeds, where they have none
 
     def follower(self) -> Follower:
-        """Repeats the device calls of another engine on this one, which must not run calls of its own."""
+        """Repeats the device calls of another engine on this one, which must not run calls of its
+        own."""
         return Follower(self.programs, self._state)
 
     def warm_up(
@@ -154,12 +158,13 @@ class Engine:
         sizes: Sequence[int] | None = None,
         only_greedy: bool = False,
     ) -> None:
-        """Compiles all programs; afterwards no call compiles. `on_compiled` is called after each one.
+        """Compiles all programs; afterwards no call compiles. `on_compiled` is called after each
+        one.
 
         With `sizes`, compiles only the first round of each of these batch buckets, that of
-        `config.first_num_draft`; the largest bucket must be among them or already compiled. Batches are
-        padded to the next larger compiled bucket. `compile_next` compiles the others. With `only_greedy`, rounds of other
-        requests are left out: they compile when they come.
+        `config.first_num_draft`; the largest bucket must be among them or already compiled. Batches
+        are padded to the next larger compiled bucket. `compile_next` compiles the others. With
+        `only_greedy`, rounds of other requests are left out: they compile when they come.
         """
         self._compile(self._keys(sizes, only_greedy), on_compiled)
         while sizes is None and self.time_idle_round():
@@ -175,7 +180,8 @@ class Engine:
         return (*programs.small_prefills, *rounds)
 
     def run_once(self) -> None:
-        """Runs each compiled program without a request. Call it before requests come: first calls take longer."""
+        """Runs each compiled program without a request. Call it before requests come: first calls
+        take longer."""
         self._state = self.programs.run_once(self._state)
 
     def compile_missing(
@@ -188,9 +194,11 @@ class Engine:
         report: Callable[[Progress], None] = lambda progress: None,
         on_done: Callable[[Key], None] = lambda key: None,
     ) -> None:
-        """Compiles in child processes, onto disk, what `warm_up` compiles: after it a warm-up only loads.
+        """Compiles in child processes, onto disk, what `warm_up` compiles: after it a warm-up only
+        loads.
 
-        It has no effect where programs are not kept on disk (`stored_programs.keep_in`), or have no name there.
+        It has no effect where programs are not kept on disk (`stored_programs.keep_in`), or have no
+        name there.
 
         Args:
           sizes, only_greedy: as of `warm_up`.
@@ -231,13 +239,15 @@ class Engine:
         return bool(missing)
 
     def missing_on_disk(self, *, sizes: Sequence[int] | None = None, only_greedy: bool = False):
-        """Keys of programs that `compile_missing` would compile; None if programs are not kept on disk."""
+        """Keys of programs that `compile_missing` would compile; None if programs are not kept on
+        disk."""
         programs = self.programs
         keys = (*programs.full_prefills, *programs.copies, *self._keys(sizes, only_greedy))
         return programs.not_on_disk(keys, self._state)
 
     def load(self, key: Key) -> None:
-        """Compiles a program if it is missing, or reads it from disk; another thread may run the engine."""
+        """Compiles a program if it is missing, or reads it from disk; another thread may run the
+        engine."""
         self._compile(() if key in self.programs.copies else (key,))
 
     def _compile(
@@ -249,7 +259,8 @@ class Engine:
         self.scheduler.prefills = self.programs.prefills
 
     def time_idle_round(self) -> bool:
-        """Runs a compiled round over idle slots if its time is not known yet, for `config.adaptive`.
+        """Runs a compiled round over idle slots if its time is not known yet, for
+        `config.adaptive`.
 
         `step` does so too, once per step, so that no request waits for all of them.
 
@@ -285,7 +296,8 @@ class Engine:
 
         Args:
           salt: requests with different salts share no cached prefix.
-          matcher: `params.structured`, compiled by `grammars` for this request alone; None: compiled here.
+          matcher: `params.structured`, compiled by `grammars` for this request alone; None:
+            compiled here.
 
         Raises:
           ConfigError: as in `validate`.
@@ -317,7 +329,8 @@ class Engine:
         """Validates a request and returns the prompt's token ids. No side effects; thread-safe.
 
         Raises:
-          ConfigError: the request can never run; `field` is "prompt" or a field of `SamplingParams`.
+          ConfigError: the request can never run; `field` is "prompt" or a field of
+            `SamplingParams`.
         """
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -343,12 +356,13 @@ class Engine:
     def step(self, on_update: OnUpdate = lambda request, tokens: None) -> list[Update]:
         """Dispatches the next calls, then commits the previous ones.
 
-        If all requests need the results of the previous calls first, the next calls follow the commit.
+        If all requests need the results of the previous calls first, the next calls follow the
+        commit.
 
         Args:
-          on_update: called with a request and its new tokens after each round; a call may have several. What it
-            raises is raised once all results are committed, in place of the updates of this step; until then it is not
-            called again.
+          on_update: called with a request and its new tokens after each round; a call may have
+            several. What it raises is raised once all results are committed, in place of the
+            updates of this step; until then it is not called again.
 
         Returns:
           (request, new tokens) for every request in the committed calls; see `request.is_finished`.
@@ -362,8 +376,8 @@ class Engine:
             for _ in range(previous):
                 updates += self._commit(listener)
             if previous and not self._in_flight:
-                # All requests waited for this result, as constrained ones do. Without this call the device would
-                # stand idle while the caller reads the updates.
+                # All requests waited for this result, as constrained ones do. Without this call the
+                # device would stand idle while the caller reads the updates.
                 if self._timer is not None:
                     self._timer.interrupt()
                 self._dispatch()
@@ -383,14 +397,16 @@ class Engine:
             raise
 
     def _give_up(self) -> None:
-        """Aborts requests that count on calls which may be lost, and forgets cached pages, which may lack their contents."""
+        """Aborts requests that count on calls which may be lost, and forgets cached pages, which
+        may lack their contents."""
         waiting = [request for request in self.scheduler.waiting if request.in_flight]
         for request in [*self.scheduler.active, *waiting]:
             self.abort(request)
         self.flush_prefix_cache()
 
     def _commit(self, on_update: OnUpdate) -> list[Update]:
-        """Commits the oldest call in flight. An interrupt while its result is awaited loses nothing."""
+        """Commits the oldest call in flight. An interrupt while its result is awaited loses
+        nothing."""
         call, result = self._in_flight[0]
         output = result.fetch()
         del self._in_flight[0]
@@ -432,7 +448,8 @@ class Engine:
                     break
                 self.step(on_update)
         except BaseException:
-            # After an invalid prompt or an interrupt no request of this call may stay in the engine.
+            # After an invalid prompt or an interrupt no request of this call may stay in the
+            # engine.
             for request in requests:
                 self.abort(request)
             # An interrupt may come between plan and dispatch: then known pages have no contents.

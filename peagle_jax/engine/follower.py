@@ -1,4 +1,5 @@
-"""Repeats the device calls of a leader: an engine in another process, of which this one holds a share."""
+"""Repeats the device calls of a leader: an engine in another process, of which this one holds a
+share."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 

@@ -1,9 +1,10 @@
-"""Structured output: masks of the tokens that a grammar allows, by llguidance. Host code, no jax here.
+"""Structured output: masks of the tokens that a grammar allows, by llguidance. Host code, no jax
+here.
 
-A round verifies drafts, so it needs one mask for each draft and one for the token after them. Row j is the
-mask after drafts 1..j. A draft that its row forbids has probability 0 in the masked target, so verification
-rejects it there, and the rows behind it are not used. Matchers consume committed tokens only: nothing is
-rolled back, and a preempted request keeps its matcher.
+A round verifies drafts, so it needs one mask for each draft and one for the token after them. Row j
+is the mask after drafts 1..j. A draft that its row forbids has probability 0 in the masked target,
+so verification rejects it there, and the rows behind it are not used. Matchers consume committed
+tokens only: nothing is rolled back, and a preempted request keeps its matcher.
 """
 
 import itertools
@@ -39,12 +40,15 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=250_000,
     verbose_errors=False,
 )
-"""Work and memory of one grammar. A request that exceeds them fails; at run time it gets no further token."""
+"""Work and memory of one grammar. A request that exceeds them fails; at run time it gets no further
+token."""
 _SLOW_CALL, _SLOW_MASK = 0.05, 0.01
-"""If the masks of a call take longer than the first (seconds), each matcher is measured; if one mask takes more
-processor time than the second, its request fails. `LIMITS` do not bound repetitions such as a{100000}."""
+"""If the masks of a call take longer than the first (seconds), each matcher is measured; if one
+mask takes more processor time than the second, its request fails. `LIMITS` do not bound repetitions
+such as a{100000}."""
 _COSTLY = 0.002
-"""If the masks of one matcher take longer (seconds), several threads compute them, each for some of the drafts."""
+"""If the masks of one matcher take longer (seconds), several threads compute them, each for some of
+the drafts."""
 _MARKERS = (("<think>", "</think>"), ("<|channel>", "<channel|>"), ("[THINK]", "[/THINK]"))
 """Before and after reasoning: Qwen3 and others, Gemma 4, Mistral."""
 _HARMONY = tuple(f"<|{name}|>" for name in ("channel", "message", "start", "end"))
@@ -53,11 +57,12 @@ _HARMONY = tuple(f"<|{name}|>" for name in ("channel", "message", "start", "end"
 def masks_of(
     rows: Sequence[tuple["Matcher | None", Sequence[int]]], *, size: int, height: int
 ) -> np.ndarray | None:
-    """The masks of a call, [size, height, mask_words(V)] int32 (see `plan`); None without a constrained row.
+    """The masks of a call, [size, height, mask_words(V)] int32 (see `plan`); None without a
+    constrained row.
 
     Args:
-      rows: for each row a matcher, or None without a constraint, and the drafts that the call verifies, fewer
-        than `height`.
+      rows: for each row a matcher, or None without a constraint, and the drafts that the call
+        verifies, fewer than `height`.
       size: rows of the call, padding included.
     """
     matchers = [matcher for matcher, _ in rows if matcher is not None]
@@ -113,9 +118,11 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """One sentence, if the matcher exceeded a limit or met a token that its masks forbid. It is final."""
+        """One sentence, if the matcher exceeded a limit or met a token that its masks forbid. It is
+        final."""
         if self._is_slow:
-            return f"the constraint cannot be continued: a mask takes more than {1e3 * _SLOW_MASK:g} ms"
+            limit = 1e3 * _SLOW_MASK
+            return f"the constraint cannot be continued: a mask takes more than {limit:g} ms"
         for one in (self.matcher, *self._copies):
             if one.is_error():
                 return f"the constraint cannot be continued: {_reason(one.get_error())}"
@@ -127,7 +134,8 @@ class Matcher:
         return self.matcher.is_accepting()
 
     def after(self, drafts: Sequence[int]) -> list[llguidance.LLMatcher]:
-        """The matcher after drafts 1..j, for j from 0, up to a draft that is forbidden or ends the text.
+        """The matcher after drafts 1..j, for j from 0, up to a draft that is forbidden or ends the
+        text.
 
         An error of one of them is an error of this matcher, until it takes tokens.
         """
@@ -141,7 +149,8 @@ class Matcher:
         return matchers
 
     def consume(self, tokens: Iterable[int]) -> None:
-        """Advances by committed tokens; see `error`. End tokens after the end of the text are ignored."""
+        """Advances by committed tokens; see `error`. End tokens after the end of the text are
+        ignored."""
         self._copies = []
         for token in tokens:
             if not (self.matcher.is_stopped() and token in self.eos_ids):
@@ -154,7 +163,8 @@ class Matcher:
         self._is_slow = time.thread_time() - begin > _SLOW_MASK
 
     def close(self, drafts: Sequence[int], masks: np.ndarray) -> None:
-        """Allows further ends only, in the rows behind a draft that ends the text: llguidance leaves them out."""
+        """Allows further ends only, in the rows behind a draft that ends the text: llguidance
+        leaves them out."""
         end = next((place for place, draft in enumerate(drafts) if draft in self.eos_ids), None)
         if end is not None:
             ends = np.zeros(32 * self.num_words, np.uint8)
@@ -162,11 +172,13 @@ class Matcher:
             masks[end + 1 :] = np.packbits(ends, bitorder="little").view(np.int32)
 
     def copy(self) -> "Matcher":
-        """A matcher at the same place for another sequence of the same request. The two share `LIMITS`."""
+        """A matcher at the same place for another sequence of the same request. The two share
+        `LIMITS`."""
         return Matcher(self.matcher.deep_copy(), self.threads, self.eos_ids, self.num_words)
 
     def forced(self, most: int) -> list[int]:
-        """Up to `most` next tokens that are the only continuation in the tokenizer's own splitting."""
+        """Up to `most` next tokens that are the only continuation in the tokenizer's own
+        splitting."""
         return self.matcher.compute_ff_tokens()[:most] if most else []
 
 
@@ -202,7 +214,8 @@ class Markers:
                 channel, message, start, end = self.harmony
                 rules = [
                     "start: thought* final",
-                    f'thought: <[{channel}]> "analysis" <[{message}]> text <[{end}]> <[{start}]> "assistant"',
+                    f'thought: <[{channel}]> "analysis" <[{message}]> text <[{end}]> '
+                    f'<[{start}]> "assistant"',
                     f'final: <[{channel}]> "final" <[{message}]> @answer',
                 ]
             case _:
@@ -218,7 +231,8 @@ def definition(structured: Structured, frame: str | None, special: Mapping[str, 
       special: ids of the tokens that a grammar may name, by spelling.
 
     Raises:
-      ConfigError: the text is too long, not a grammar, or a schema in it cannot be enforced (`schema_rules`).
+      ConfigError: the text is too long, not a grammar, or a schema in it cannot be enforced
+        (`schema_rules`).
     """
     size = len(structured.text) + len(structured.around)
     if size > MAX_CHARS:
@@ -228,7 +242,8 @@ def definition(structured: Structured, frame: str | None, special: Mapping[str, 
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            rule = f"character {error.start + 1} is half of a surrogate pair, which no text can contain"
+            place = f"character {error.start + 1}"
+            rule = f"{place} is half of a surrogate pair, which no text can contain"
             raise ConfigError.of("structured", rule) from None
     try:
         grammars = [_answer(structured) | {"name": "text" if structured.around else "answer"}]
@@ -283,7 +298,8 @@ class Grammars:
         self._threads = MaskThreads()
 
     def prepare(self) -> None:
-        """Reads the vocabulary, which takes a second or two for 150 thousand tokens. `matcher` needs it.
+        """Reads the vocabulary, which takes a second or two for 150 thousand tokens. `matcher`
+        needs it.
 
         Raises:
           ConfigError: the vocabulary cannot be used for constraints.
@@ -333,11 +349,13 @@ class Grammars:
     def compile(self, structured: Structured) -> Matcher:
         """A matcher at the beginning of the constrained text.
 
-        A hostile constraint can exhaust time, memory or stack of the process: `LIMITS` do not hold while
-        schemas are read. `serving.constraints` checks what clients send in a process of its own.
+        A hostile constraint can exhaust time, memory or stack of the process: `LIMITS` do not hold
+        while schemas are read. `serving.constraints` checks what clients send in a process of its
+        own.
 
         Raises:
-          ConfigError: the constraint is not valid, not supported, or too complex; `field` is "structured".
+          ConfigError: the constraint is not valid, not supported, or too complex; `field` is
+            "structured".
         """
         frame = self.markers.frame(structured.reasoning)
         return self.matcher(definition(structured, frame, self._tokenizer.added))
@@ -353,7 +371,8 @@ def new_matcher(vocabulary: llguidance.LLTokenizer, definition: str) -> llguidan
     """Compiles what `definition` returned.
 
     Raises:
-      ConfigError: the constraint is not valid, not supported, or too complex; `field` is "structured".
+      ConfigError: the constraint is not valid, not supported, or too complex; `field` is
+        "structured".
     """
     matcher = llguidance.LLMatcher(vocabulary, definition, log_level=0, limits=LIMITS)
     if not matcher.is_error():
@@ -370,7 +389,8 @@ def new_matcher(vocabulary: llguidance.LLTokenizer, definition: str) -> llguidan
 def _reason(text: str) -> str:
     """The reason in llguidance's message, at most 200 characters: its first line.
 
-    The parser of regular expressions repeats the pattern first and gives the reason in the last line.
+    The parser of regular expressions repeats the pattern first and gives the reason in the last
+    line.
     """
     lines = text.strip().splitlines() or ["no reason given"]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]

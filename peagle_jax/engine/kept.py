@@ -1,4 +1,5 @@
-"""The parts of the state that a round reads only. They are operands beside the state that it consumes."""
+"""The parts of the state that a round reads only. They are operands beside the state that it
+consumes."""
 
 from dataclasses import replace
 

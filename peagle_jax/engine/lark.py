@@ -23,7 +23,8 @@ def literal(text: str) -> str:
 
 
 def with_schemas(grammar: str, change: Callable[[dict], dict]) -> str:
-    """Replaces each JSON schema of a grammar by `change(schema)`. Text that is not JSON stays; llguidance refuses it.
+    """Replaces each JSON schema of a grammar by `change(schema)`. Text that is not JSON stays;
+    llguidance refuses it.
 
     Raises:
       ConfigError: of `change`, with the schema's name before its message, see `named`.
@@ -51,13 +52,15 @@ def with_schemas(grammar: str, change: Callable[[dict], dict]) -> str:
 
 
 def twice_defined(gbnf: str) -> str | None:
-    """A rule that a grammar in GBNF defines twice: its translation would keep the last definition only."""
+    """A rule that a grammar in GBNF defines twice: its translation would keep the last definition
+    only."""
     rules = Counter(_GBNF_RULE.findall(gbnf))
     return next((name for name, count in rules.items() if count > 1), None)
 
 
 def by_number(grammar: str, ids: Mapping[str, int]) -> str:
-    """The grammar with special tokens by their number, `<[2]>`, instead of their spelling, `<|pad|>`."""
+    """The grammar with special tokens by their number, `<[2]>`, instead of their spelling,
+    `<|pad|>`."""
 
     def changed(match: re.Match) -> str:
         return f"<[{ids[match[0]]}]>" if match[0] in ids else match[0]

@@ -1,9 +1,9 @@
 """Weights in the memory layouts of the compiled round, on TPUs.
 
-An array has the default layout of its shape. If a program has another one, libtpu copies the whole array
-in each call: 1.2 GB for the embedding of GPT-OSS, whose width is no multiple of 128. So the round of the
-largest batch is compiled with free layouts, the weights move once into those that it chose, and all other
-programs are compiled for weights that lie so.
+An array has the default layout of its shape. If a program has another one, libtpu copies the whole
+array in each call: 1.2 GB for the embedding of GPT-OSS, whose width is no multiple of 128. So the
+round of the largest batch is compiled with free layouts, the weights move once into those that it
+chose, and all other programs are compiled for weights that lie so.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ from pallas_kernels import dispatch
 from peagle_jax.engine.calls import RoundShape
 
 PLATFORMS = ("tpu",)
-"""Platforms (`pallas_kernels.dispatch.platform`) with such layouts. Programs for GPUs and CPUs have the default ones."""
+"""Platforms (`pallas_kernels.dispatch.platform`) with such layouts. Programs for GPUs and CPUs have
+the default ones."""
 
 
 def lower_free(function: Callable, weights, *others, donate: Sequence[int], sharding=None):
@@ -37,7 +38,8 @@ def move(weights: list[jax.Array], round_of: Callable, shape: RoundShape, others
     """Moves the weights of the list into the layouts of the round of `shape`, one after the other.
 
     Args:
-      round_of: the jitted round, a function of the weights and the others; it consumes operands 1 and 4.
+      round_of: the jitted round, a function of the weights and the others; it consumes operands 1
+        and 4.
       others: shapes of its other operands.
     """
     function = partial(round_of.__wrapped__, num_draft=shape.num_draft, repeat=1)

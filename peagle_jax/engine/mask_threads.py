@@ -39,7 +39,8 @@ class MaskThreads:
         return self._pools[count]
 
     def count(self, num_requests: int) -> int:
-        """Number of threads for the masks of these requests: a power of two, or `most`; one thread for one request."""
+        """Number of threads for the masks of these requests: a power of two, or `most`; one thread
+        for one request."""
         if num_requests == 1:
             return 1
         wanted = max(1.0, num_requests * self.seconds_each / _SECONDS_A_THREAD)
@@ -68,7 +69,8 @@ class MaskThreads:
         return seconds
 
     def _measure(self, window: Window, masks: np.ndarray) -> None:
-        """Fills the rows of one request in this thread, and changes the estimate by its processor time."""
+        """Fills the rows of one request in this thread, and changes the estimate by its processor
+        time."""
         begin = time.thread_time()
         # llguidance computes a single window in the thread of its caller.
         fill_next_token_bitmask_par_with_draft_tokens(self.pool(1), [window], masks)

@@ -44,13 +44,14 @@ _HOLES = {256: 64, 1024: 64, 4096: 64, 2**14: 16, 2**16: 16, 2**18: 8, 2**20: 8}
 
 
 def carve_holes(num_devices: int) -> list[jax.Array]:
-    """Reserves small free blocks in each device's memory for small arrays. Keep the returned arrays alive.
+    """Reserves small free blocks in each device's memory for small arrays. Keep the returned arrays
+    alive.
 
-    XLA keeps a program's temporaries in one large block, which is free between calls. The allocator is
-    best-fit: without smaller free blocks, a small array would split the large block. The temporaries
-    then move, and the driver must update every node of the CUDA graph. (Four layers of the 30B model
-    on an H200: 1.92 ms a round without holes, 1.32 ms with them.) Each hole lies between two live
-    one-byte arrays, so the allocator cannot merge it with its neighbours.
+    XLA keeps a program's temporaries in one large block, which is free between calls. The allocator
+    is best-fit: without smaller free blocks, a small array would split the large block. The
+    temporaries then move, and the driver must update every node of the CUDA graph. (Four layers of
+    the 30B model on an H200: 1.92 ms a round without holes, 1.32 ms with them.) Each hole lies
+    between two live one-byte arrays, so the allocator cannot merge it with its neighbours.
     """
     sizes = [size for size, count in _HOLES.items() for _ in range(count)]
     put = lambda count, device: jax.device_put(np.zeros(count, np.int8), device)
@@ -85,7 +86,8 @@ def pages_in(
     """Pages that a KV cache of `nbytes` bytes has, the dummy page included.
 
     Raises:
-      ConfigError: they cannot hold one request; `field` is "kv_cache_memory", the rule has the least bytes.
+      ConfigError: they cannot hold one request; `field` is "kv_cache_memory", the rule has the
+        least bytes.
     """
     size, least = page_bytes(target, drafter, config), config.pages_per_seq + 1
     if nbytes < least * size:
@@ -119,7 +121,8 @@ def has_long_prefills(
     """`long_prefills` of the config, else whether there are small prefills and no sliding windows.
 
     Raises:
-      ConfigError: they are asked for, and a layer has a window, whose ring holds the rows of one chunk only.
+      ConfigError: they are asked for, and a layer has a window, whose ring holds the rows of one
+        chunk only.
     """
     has_windows = any(layer.window is not None for layer in _layers(target, drafter))
     if config.long_prefills and has_windows:
@@ -164,7 +167,8 @@ def control_bytes(target: TargetConfig, config: EngineConfig) -> int:
 
 
 def draft_bytes(target: TargetConfig, config: EngineConfig) -> int:
-    """Bytes in a state of the drafts' distributions, where they are sampled, and of the texts that n-grams search."""
+    """Bytes in a state of the drafts' distributions, where they are sampled, and of the texts that
+    n-grams search."""
     slots, laws, texts = config.max_num_seqs + 1, 0, 0
     if config.draft_sampling == "sample":
         width = vocabulary_rows(target.vocab_size, config.tensor_parallel)
@@ -175,7 +179,8 @@ def draft_bytes(target: TargetConfig, config: EngineConfig) -> int:
 
 
 def free_bytes(num_devices: int) -> int | None:
-    """Least free memory of the devices in bytes, over all processes; None when the platform does not report it."""
+    """Least free memory of the devices in bytes, over all processes; None when the platform does
+    not report it."""
     devices = own_devices(num_devices)
     stats = [device.memory_stats() for device in devices]
     if all(stats):
@@ -200,8 +205,9 @@ def device_memory(num_devices: int) -> dict[int, DeviceMemory]:
 def _usable_bytes(stats: dict[str, int]) -> int:
     """Bytes of a device that jax can allocate, given the device's memory statistics.
 
-    On a GPU jax allocates its pool at the start, and a smaller one than its limit if other processes use the
-    device. jaxlib 0.11 aborts the process where it would have to extend such a pool.
+    On a GPU jax allocates its pool at the start, and a smaller one than its limit if other
+    processes use the device. jaxlib 0.11 aborts the process where it would have to extend such a
+    pool.
     """
     limit, pool = stats["bytes_limit"], stats.get("pool_bytes", 0)
     grows = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0")
@@ -260,7 +266,8 @@ def _has_room(needs: dict[str, int], free: int) -> bool:
 
 
 _MOST_ON_CPU = 4
-"""On a CPU the prefix cache leaves memory to other programs: most pages, in worst cases of the slots."""
+"""On a CPU the prefix cache leaves memory to other programs: most pages, in worst cases of the
+slots."""
 
 _ARRAY_BYTES = 2**31
 """Keys, or values, of one layer stay below: XLA and the kernels may count bytes in int32."""
@@ -280,8 +287,9 @@ def _most_pages(target: TargetConfig, drafter: DrafterConfig | None, config: Eng
 def _steady(pages: int) -> int:
     """The number with its first seven binary digits, at most 1.6 % smaller.
 
-    Free memory differs by some kilobytes from start to start. The number of pages is a shape of every
-    program, so a start with another number would find no compiled program in the persistent cache.
+    Free memory differs by some kilobytes from start to start. The number of pages is a shape of
+    every program, so a start with another number would find no compiled program in the persistent
+    cache.
     """
     step = 1 << max(0, pages.bit_length() - 7)
     return pages - pages % step

@@ -27,7 +27,8 @@ def prefill_output(config: EngineConfig, shape: PrefillShape, *, scores: bool) -
 
 
 def round_output(config: EngineConfig, shape: RoundShape, *, is_greedy: bool) -> StepOutput:
-    """Output of a round, or of all rounds of a call for greedy requests, then with a leading axis."""
+    """Output of a round, or of all rounds of a call for greedy requests, then with a leading
+    axis."""
     sizes = (shape.size, shape.num_draft + 1, config.num_made(shape.num_draft))
     output = _output(*sizes, config.max_logprobs)
     if not is_greedy:
@@ -57,7 +58,8 @@ def _floats(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def spec_of(leaf) -> jax.ShapeDtypeStruct:
-    """The shape of an operand. Of a weight that is given as a shape, with its layout, it is that."""
+    """The shape of an operand. Of a weight that is given as a shape, with its layout, it is
+    that."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     sharding = getattr(leaf, "sharding", None)

@@ -1,4 +1,5 @@
-"""Commits the outputs of device calls, and tells the caller, whose exceptions must not interrupt a commit."""
+"""Commits the outputs of device calls, and tells the caller, whose exceptions must not interrupt a
+commit."""
 
 import logging
 import time
@@ -55,7 +56,8 @@ def _committed(
 
 
 class Listener:
-    """Calls `on_update` until it raises once, and keeps that exception until all results are committed.
+    """Calls `on_update` until it raises once, and keeps that exception until all results are
+    committed.
 
     The rest of a call, and the calls behind it, would otherwise be lost.
     """

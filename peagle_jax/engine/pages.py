@@ -1,16 +1,17 @@
 """The allocator of KV pages: a free list of page ids, and the prefix cache.
 
-The host handles page ids only; `peagle_jax.cache` holds the arrays. Page 0 is the dummy page: padding
-rows and unmapped positions write there, so it is never allocated.
+The host handles page ids only; `peagle_jax.cache` holds the arrays. Page 0 is the dummy page:
+padding rows and unmapped positions write there, so it is never allocated.
 
-A page is *free*, *held* by one or more requests, or *idle*: no request holds it, but its contents are known,
-so that a request with the same prefix can take it. The key of page i of a text is
+A page is *free*, *held* by one or more requests, or *idle*: no request holds it, but its contents
+are known, so that a request with the same prefix can take it. The key of page i of a text is
 
     (number of page i-1, or the salt for i = 0;  tokens x_{iZ} .. x_{(i+1)Z}, Z+1 of them)
 
-Numbers come from a counter and are never used again. So a key is exact: it names the whole text up to
-token (i+1)Z, without a hash. The last of the Z+1 tokens belongs to the next page: the drafter's entry at
-position p depends on x_{p+1}. When a page is forgotten, no key reaches the pages after it any more.
+Numbers come from a counter and are never used again. So a key is exact: it names the whole text up
+to token (i+1)Z, without a hash. The last of the Z+1 tokens belongs to the next page: the drafter's
+entry at position p depends on x_{p+1}. When a page is forgotten, no key reaches the pages after it
+any more.
 """
 
 import itertools
@@ -28,12 +29,14 @@ class OutOfPages(RuntimeError):
 
 
 class PagePool:
-    """Allocates page ids 1 .. num_pages-1: free pages first, then the page that is idle the longest."""
+    """Allocates page ids 1 .. num_pages-1: free pages first, then the page that is idle the
+    longest."""
 
     def __init__(self, num_pages: int, page_size: int):
         if num_pages < 2 or page_size < 1:
             raise ValueError(
-                f"{num_pages=} must be at least 2 (page 0 is the dummy page) and {page_size=} at least 1"
+                f"{num_pages=} must be at least 2 (page 0 is the dummy page) and "
+                f"{page_size=} at least 1"
             )
         self.num_pages = num_pages
         self.page_size = page_size
@@ -63,11 +66,13 @@ class PagePool:
         return {page: number for page, (_, number, _) in self._records.items()}
 
     def pages_for(self, num_positions: int) -> int:
-        """Number of pages for positions 0 .. num_positions-1: at page size 16, 16 need 1 and 17 need 2."""
+        """Number of pages for positions 0 .. num_positions-1: at page size 16, 16 need 1 and 17
+        need 2."""
         return -(-num_positions // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocates `count` pages (0 is allowed); raises `OutOfPages` and allocates none if too few."""
+        """Allocates `count` pages (0 is allowed); raises `OutOfPages` and allocates none if too
+        few."""
         if count > self.num_free:
             raise OutOfPages(
                 f"{count} pages asked for, {self.num_free} of {self.num_pages - 1} free"
@@ -105,8 +110,8 @@ class PagePool:
     def publish(self, page: int, key: bytes, chain: list[int], salt: Salt) -> None:
         """Makes the next page of a text known and appends its number to `chain`.
 
-        A text may be computed twice at once. Then the first page keeps the key, and the second stays
-        unknown.
+        A text may be computed twice at once. Then the first page keeps the key, and the second
+        stays unknown.
 
         Args:
           page: held by the caller; no later call writes to it.
@@ -157,7 +162,8 @@ class PagePool:
         self._free.append(page)
 
     def check_integrity(self, owned: Iterable[Sequence[int]]) -> None:
-        """Raises `AssertionError` unless every page is free, idle, or held as often as `owned` names it.
+        """Raises `AssertionError` unless every page is free, idle, or held as often as `owned`
+        names it.
 
         Args:
           owned: one list of page ids per owner.

@@ -1,4 +1,5 @@
-"""The shapes of prefill calls: few tokens take a program with little padding, and a long prompt alone fills a call."""
+"""The shapes of prefill calls: few tokens take a program with little padding, and a long prompt
+alone fills a call."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,8 +34,8 @@ def full_shape(config: EngineConfig) -> PrefillShape:
 def prefill_shapes(config: EngineConfig) -> tuple[PrefillShape, ...]:
     """Shapes of all prefill calls, by their tokens; the last one is `full_shape`.
 
-    With `small_prefills` there are calls of one prompt and of short chunks besides, and with `long_prefills` one of
-    as many tokens of one prompt as the full call has of all.
+    With `small_prefills` there are calls of one prompt and of short chunks besides, and with
+    `long_prefills` one of as many tokens of one prompt as the full call has of all.
     """
     full = full_shape(config)
     if not config.small_prefills:
@@ -53,9 +54,11 @@ def prefill_shapes(config: EngineConfig) -> tuple[PrefillShape, ...]:
 def choose_shape(
     shapes: Sequence[PrefillShape], remaining: Sequence[int], may_be_long: bool = True
 ) -> PrefillShape:
-    """The shape with the fewest tokens that prefills as many of the prompts' tokens as the last one of `shapes`.
+    """The shape with the fewest tokens that prefills as many of the prompts' tokens as the last one
+    of `shapes`.
 
-    A prompt alone takes a longer chunk if it fills more than half of it: then one call replaces three or more.
+    A prompt alone takes a longer chunk if it fills more than half of it: then one call replaces
+    three or more.
 
     Args:
       shapes: as of `prefill_shapes`, or some of them.

@@ -1,11 +1,12 @@
-"""The prefix cache as the scheduler uses it: which pages a request can take, and which it makes known.
+"""The prefix cache as the scheduler uses it: which pages a request can take, and which it makes
+known.
 
 A page whose positions are all final is published. Later requests with the same prefix take it and
-prefill only what follows. Published pages are never written: a request writes at the end of its hit and
-above, and a late write of an ended request lies at its length on the device or above.
+prefill only what follows. Published pages are never written: a request writes at the end of its hit
+and above, and a late write of an ended request lies at its length on the device or above.
 
-A request may arrive while an earlier one, its *leader*, still computes a prefix that both share. It then
-gets a slot, and pages only when the leader's are published.
+A request may arrive while an earlier one, its *leader*, still computes a prefix that both share. It
+then gets a slot, and pages only when the leader's are published.
 """
 
 from collections.abc import Collection, Iterable
@@ -64,7 +65,8 @@ class PrefixCache:
         return True
 
     def proceed(self, request: Request, num_pages: int) -> bool:
-        """Whether an admitted request can be prefilled. Gives a follower its pages when its leader is done.
+        """Whether an admitted request can be prefilled. Gives a follower its pages when its leader
+        is done.
 
         If the pool has too few pages then, the request goes on waiting.
         """
@@ -89,7 +91,8 @@ class PrefixCache:
         return copies
 
     def saves(self, request: Request, start: int) -> tuple[RingCopy, ...]:
-        """Copies to make after a published prefill call of a request that began at position `start`."""
+        """Copies to make after a published prefill call of a request that began at position
+        `start`."""
         size = self._pool.page_size
         ends = [end for end in request.save_at if start <= end * size <= request.num_prefilled]
         request.save_at.difference_update(ends)
@@ -97,7 +100,8 @@ class PrefixCache:
         return () if row is None else (RingCopy(request.slot, row),)
 
     def publish(self, request: Request, num_final: int) -> None:
-        """Publishes the pages of a request below position `num_final`; their keys and values are final.
+        """Publishes the pages of a request below position `num_final`; their keys and values are
+        final.
 
         A page is published together with the token after it, on which the drafter's keys depend.
         """
@@ -142,10 +146,11 @@ class PrefixCache:
     def _leader(
         self, request: Request, num_cached: int, active: Iterable[Request]
     ) -> tuple[Request, int] | None:
-        """The request whose pages are worth waiting for, and the position up to which it computes them.
+        """The request whose pages are worth waiting for, and the position up to which it computes
+        them.
 
-        They save at least one prefill chunk. Only requests of earlier rank lead, so nothing waits for a
-        request that itself waits for a more urgent one.
+        They save at least one prefill chunk. Only requests of earlier rank lead, so nothing waits
+        for a request that itself waits for a more urgent one.
         """
         if not (self._can_follow and request.reads_prefix_cache):
             return None

@@ -1,12 +1,12 @@
-"""The compiled device programs of an engine: one for prefill, one per `RoundShape` for rounds, one that
-writes the sampling controls of a request, and one that copies rings of windowed layers.
+"""The compiled device programs of an engine: one for prefill, one per `RoundShape` for rounds, one
+that writes the sampling controls of a request, and one that copies rings of windowed layers.
 
 Each program is compiled ahead of time for fixed shapes. After `warm_up` no call compiles anything.
 
 On a GPU one call is one CUDA graph of hundreds of kernels. If the address of a buffer changes, the
 driver must update every node of the graph, 1 to 4 microseconds each. So all buffers of a call keep
-their addresses: the plan is copied into resident arrays, the output overwrites the donated output of
-the call before, and the host reads a copy. (`memory.carve_holes` fixes the address of XLA's
+their addresses: the plan is copied into resident arrays, the output overwrites the donated output
+of the call before, and the host reads a copy. (`memory.carve_holes` fixes the address of XLA's
 temporary buffer.)
 
 A batch of greedy requests without logprobs and controls has a program of its own, without branches:
@@ -63,7 +63,8 @@ from peagle_jax.quantized_activations import with_activations
 from peagle_jax.rounds import speculative_rounds
 
 AT_ONCE = max(4, min(8, (os.cpu_count() or 1) // 2))
-"""Programs that a process loads or compiles at the same time: in `Programs.warm_up`, and as a follower."""
+"""Programs that a process loads or compiles at the same time: in `Programs.warm_up`, and as a
+follower."""
 
 _FIRST_CALLS = 2
 
@@ -72,8 +73,8 @@ class Programs:
     """Compiles and caches the programs. Weights are passed as flat leaves: the cheapest dispatch.
 
     Attributes:
-      on_call: called with each call before it is performed, by the thread that asks for it. Processes that
-        `perform` all of them in this order hold equal state.
+      on_call: called with each call before it is performed, by the thread that asks for it.
+        Processes that `perform` all of them in this order hold equal state.
     """
 
     def __init__(
@@ -144,7 +145,8 @@ class Programs:
         self._between_holes = carve_holes(devices.count) if dispatch.platform() == "cuda" else []
 
     def init_state(self, target: TargetConfig, drafter: DrafterConfig | None) -> step.State:
-        """The state of an engine. That of weights which are shapes has shapes only: nothing can run on it."""
+        """The state of an engine. That of weights which are shapes has shapes only: nothing can run
+        on it."""
         is_shape = isinstance(self._weights[0], jax.ShapeDtypeStruct)
         make = self._devices.state_shape if is_shape else self._devices.init_state
         return make(target, drafter, self._config)
@@ -165,7 +167,8 @@ class Programs:
         mask: np.ndarray | None = None,
         scores: bool = False,
     ):
-        """Dispatches one prefill call; `state` is consumed. Returns the next state and a `Result`."""
+        """Dispatches one prefill call; `state` is consumed. Returns the next state and a
+        `Result`."""
         key = prefill_key(PrefillShape(*plan.tokens.shape), self._config)
         return self._dispatch(SCORED_PREFILL if scores else key, state, plan, mask)
 
@@ -180,7 +183,8 @@ class Programs:
         """Dispatches one round; `state` is consumed. Returns the next state and a `Result`.
 
         Args:
-          is_greedy: whether all requests are greedy, want no logprobs and have no controls or masks.
+          is_greedy: whether all requests are greedy, want no logprobs and have no controls or
+            masks.
         """
         key = GreedyRound(shape)
         key = key if is_greedy and key in self._resident else shape
@@ -265,8 +269,8 @@ class Programs:
     def _lowering(
         self, key: Key, state: step.State
     ) -> tuple[Callable, tuple, Callable[[], Resident] | None]:
-        """The function that lowers the program of `key`, the shapes of its operands, and the maker of the buffers of
-        its calls.
+        """The function that lowers the program of `key`, the shapes of its operands, and the maker
+        of the buffers of its calls.
 
         `state` may be one of shapes.
         """
@@ -315,13 +319,14 @@ class Programs:
         return DecodeCall.build([], shape, self._config).plan
 
     def file_of(self, key: Key, state: step.State) -> Path | None:
-        """Where the program of `key` is kept on disk; None if programs are not kept. `state` may be one of shapes."""
+        """Where the program of `key` is kept on disk; None if programs are not kept. `state` may be
+        one of shapes."""
         _, operands, _ = self._lowering(key, state)
         return self._stored.path_of(repr(key), operands, compiler_options())
 
     def store(self, key: Key, state: step.State) -> None:
-        """Compiles the program of `key` onto disk only, and those of its transfers into jax's own cache. `state` may
-        be one of shapes, and the weights too."""
+        """Compiles the program of `key` onto disk only, and those of its transfers into jax's own
+        cache. `state` may be one of shapes, and the weights too."""
         lower, operands, make_resident = self._lowering(key, state)
         self._make(key, lower, operands)
         if make_resident is not None and jax.config.jax_compilation_cache_dir is not None:
@@ -343,7 +348,8 @@ class Programs:
         )
 
     def not_on_disk(self, keys: Sequence[Key], state: step.State) -> tuple[Key, ...] | None:
-        """Those of `keys` that are neither compiled nor on disk; None if programs are not kept on disk."""
+        """Those of `keys` that are neither compiled nor on disk; None if programs are not kept on
+        disk."""
         files = {key: self.file_of(key, state) for key in keys if key not in self._compiled}
         if None in files.values():
             return None
@@ -407,7 +413,8 @@ class Programs:
         return {size: tuple(shape.num_draft for shape in shapes) for size, shapes in by_size}
 
     def time_idle(self, state: step.State, shape: RoundShape) -> tuple[step.State, float]:
-        """Runs a compiled round over the dummy slot; `state` is consumed. Waits for the device before and after.
+        """Runs a compiled round over the dummy slot; `state` is consumed. Waits for the device
+        before and after.
 
         Returns:
           The next state, and the seconds of the round.
@@ -422,7 +429,8 @@ class Programs:
     def run_once(self, state: step.State) -> step.State:
         """Runs all compiled programs over idle slots; `state` is consumed. Returns the next state.
 
-        First calls load kernels, and on a GPU the second one makes the CUDA graph: a request would wait for them.
+        First calls load kernels, and on a GPU the second one makes the CUDA graph: a request would
+        wait for them.
         """
         for key in tuple(self._resident):
             plan = self._idle_plan(key)
@@ -434,7 +442,8 @@ class Programs:
     def warm_up(
         self, state: step.State, on_compiled: Callable[[], None], rounds: Sequence[Key]
     ) -> None:
-        """Compiles prefill, the controls and the `rounds` (or smaller prefills) where missing, `AT_ONCE` at a time.
+        """Compiles prefill, the controls and the `rounds` (or smaller prefills) where missing,
+        `AT_ONCE` at a time.
 
         `on_compiled` is called after each program.
         """

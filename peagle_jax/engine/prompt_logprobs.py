@@ -7,7 +7,8 @@ from peagle_jax.engine.request import PromptLogprob
 
 
 def store_prompt_logprobs(call: PrefillCall, scores: Any) -> None:
-    """Writes `scores` (`prompt_scores.PromptScores` of numpy arrays) to the requests that have `prompt_logprobs`."""
+    """Writes `scores` (`prompt_scores.PromptScores` of numpy arrays) to the requests that have
+    `prompt_logprobs`."""
     for row, request in enumerate(call.requests):
         if request is None or request.is_finished or not request.wants_prompt_logprobs:
             continue

@@ -1,6 +1,7 @@
 """The state of one request, from arrival to its last token.
 
-The scheduler changes its state and assigns its slot and pages. `append` applies the stop conditions.
+The scheduler changes its state and assigns its slot and pages. `append` applies the stop
+conditions.
 """
 
 import enum
@@ -20,8 +21,8 @@ from peagle_jax.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 NOT_FINITE = (
-    "the model's logits are not finite numbers (NaN or infinity): its weights or their scales are damaged, "
-    "or a number overflows the compute dtype"
+    "the model's logits are not finite numbers (NaN or infinity): its weights or their scales are "
+    "damaged, or a number overflows the compute dtype"
 )
 
 
@@ -35,14 +36,16 @@ class RequestState(enum.Enum):
 
 
 class RingCopy(NamedTuple):
-    """Copies the rings of all windowed layers from one row of the cache to another, see `SavedRings`."""
+    """Copies the rings of all windowed layers from one row of the cache to another, see
+    `SavedRings`."""
 
     source: int
     target: int
 
 
 class TokenLogprob(NamedTuple):
-    """Log-probability of one output token, and the (id, logprob) pairs of the most likely tokens."""
+    """Log-probability of one output token, and the (id, logprob) pairs of the most likely
+    tokens."""
 
     logprob: float
     top: list[tuple[int, float]]
@@ -80,7 +83,8 @@ class Round(NamedTuple):
     drafts: list[int]
     accepted: int
     tokens: int
-    """Number of output tokens: `accepted`, and the target's own token unless the text ended before."""
+    """Number of output tokens: `accepted`, and the target's own token unless the text ended
+    before."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -120,8 +124,8 @@ class Request:
     number: int = 0
     """Position in the order of arrival; the scheduler sets it."""
     prompt_logprobs: list[PromptLogprob | None] | None = None
-    """One entry per token of the prompt when `params.prompt_logprobs` asks for them; the first is None. Complete
-    with the first output token."""
+    """One entry per token of the prompt when `params.prompt_logprobs` asks for them; the first is
+    None. Complete with the first output token."""
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -129,15 +133,16 @@ class Request:
     error: str | None = None
     """One sentence that describes the failure, if `finish_reason` is "error"."""
     error_is_the_clients: bool = False
-    """Whether the request's constraint is the cause of `error`: it exceeds a limit, or no token continues it."""
+    """Whether the request's constraint is the cause of `error`: it exceeds a limit, or no token
+    continues it."""
 
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)
     """Numbers of its first pages that are in the prefix cache; see `PagePool`."""
     leader: tuple["Request", int] | None = None
-    """A request whose prefill computes a prefix of this one, and the position up to which it does: this one
-    has a slot, and gets its pages then."""
+    """A request whose prefill computes a prefix of this one, and the position up to which it does:
+    this one has a slot, and gets its pages then."""
     begun: bool = False
     """Whether a prefill call has had a row of it since the last admission."""
     save_at: set[int] = field(default_factory=set)
@@ -145,7 +150,8 @@ class Request:
     restore: RingCopy | None = None
     """The copy of saved rings to its slot, before its first prefill call."""
     written: int = 0
-    """No dispatched call wrote this position of the text, or a later one, to the rings of its slot."""
+    """No dispatched call wrote this position of the text, or a later one, to the rings of its
+    slot."""
     num_cached: int = 0
     """Number of prompt tokens that the prefix cache had at the first admission."""
     num_prefilled: int = 0
@@ -153,9 +159,11 @@ class Request:
     in_flight: int = 0
     """Dispatched but uncommitted calls that yield tokens: rounds, and the final prefill chunk."""
     pending: int = 0
-    """Number of drafts that the call dispatched last makes; the next round verifies at most these."""
+    """Number of drafts that the call dispatched last makes; the next round verifies at most
+    these."""
     prefill_in_flight: bool = False
-    """Whether one of the calls in flight is the final prefill chunk (it yields exactly one token)."""
+    """Whether one of the calls in flight is the final prefill chunk (it yields exactly one
+    token)."""
     drafts: list[int] = field(default_factory=list)
     """Drafts of the call committed last: proposals for the tokens after `output`."""
     unread_drafts: int = 0
@@ -173,7 +181,8 @@ class Request:
 
     arrival_time: float | None = None
     start_time: float | None = None
-    """Dispatch time of its first prefill call; the time before is queueing. Times: `time.monotonic`."""
+    """Dispatch time of its first prefill call; the time before is queueing. Times:
+    `time.monotonic`."""
     first_token_time: float | None = None
     finish_time: float | None = None
 
@@ -196,8 +205,8 @@ class Request:
 
     @property
     def holds_k(self) -> bool:
-        """Whether its rounds must have the most drafts: it samples, and its client chose the seed. The text of a
-        seed depends on the sequence of K."""
+        """Whether its rounds must have the most drafts: it samples, and its client chose the seed.
+        The text of a seed depends on the sequence of K."""
         return self.params.temperature > 0 and self.params.seed is not None
 
     @property
@@ -217,10 +226,11 @@ class Request:
 
     @property
     def num_to_prefill(self) -> int:
-        """Number of `tokens` to prefill: the prompt, or after a preemption all but the newest token.
+        """Number of `tokens` to prefill: the prompt, or after a preemption all but the newest
+        token.
 
-        The newest token accompanies the last chunk as `PrefillPlan.next_token`. So prefill samples no
-        token then, and decoding continues with the same state as without the preemption.
+        The newest token accompanies the last chunk as `PrefillPlan.next_token`. So prefill samples
+        no token then, and decoding continues with the same state as without the preemption.
         """
         return self.num_tokens - bool(self.output)
 
@@ -236,8 +246,9 @@ class Request:
     def committed(self) -> int:
         """Number of positions whose KV is final, from what the host has committed.
 
-        For a running request: all tokens but the last, whose KV the next round writes. A prompt of 5
-        tokens has 5 from the dispatch of its last chunk, and still 5 when the sixth token is committed.
+        For a running request: all tokens but the last, whose KV the next round writes. A prompt of
+        5 tokens has 5 from the dispatch of its last chunk, and still 5 when the sixth token is
+        committed.
         """
         if self.state is not RequestState.RUNNING:
             return self.num_prefilled
@@ -283,7 +294,8 @@ class Request:
         self.written = max(self.written, position)
 
     def record_round(self, drafts: list[int], num_accepted: int, num_tokens: int) -> None:
-        """Counts one round that verified `drafts`, of which the first `num_accepted` became output."""
+        """Counts one round that verified `drafts`, of which the first `num_accepted` became
+        output."""
         self.last_round = Round(drafts, num_accepted, num_tokens)
         self.rounds += 1
         self.drafted += len(drafts)
@@ -311,7 +323,8 @@ class Request:
     ) -> list[int]:
         """Appends tokens until one ends the text; the ending token is kept, later ones are dropped.
 
-        The request fails if its matcher has exceeded its limits. With stop id 9 and `tokens` [4, 9, 7] the output grows by [4, 9] and the request is FINISHED.
+        The request fails if its matcher has exceeded its limits. With stop id 9 and `tokens`
+        [4, 9, 7] the output grows by [4, 9] and the request is FINISHED.
 
         Args:
           tokens: what one call produced, in order.
@@ -347,7 +360,8 @@ class Request:
 
     @cached_property
     def is_simple(self) -> bool:
-        """Whether only a token or the length can end the text, and tokens are all that is kept of it."""
+        """Whether only a token or the length can end the text, and tokens are all that is kept of
+        it."""
         return self.logprobs is None and self.stop_checker is None and self.matcher is None
 
     def ends(self, eos_ids: Collection[int]) -> frozenset[int]:

@@ -1,11 +1,13 @@
 """Pages that running requests hold: those of the calls in flight, and some ahead. No jax here.
 
-    |-- committed: KV final --|-- (J+1) per round in flight --|-- lookahead of this call --|-- ahead --|
+    |-- committed: KV final --|-- (J+1) per round in flight --|-- lookahead of this call --|-- ahead
+    --|
     0                         known                           upper bound                   needed
 
-all capped at max_model_len (the device drops writes beyond it). A plan is uploaded when its page table has
-changed. So a request takes pages ahead, and keeps the same ones for many rounds, as long as half of the pool
-is free, or while no other request waits for pages and a quarter is free without counting cached prefixes.
+all capped at max_model_len (the device drops writes beyond it). A plan is uploaded when its page
+table has changed. So a request takes pages ahead, and keeps the same ones for many rounds, as long
+as half of the pool is free, or while no other request waits for pages and a quarter is free without
+counting cached prefixes.
 """
 
 from peagle_jax.config import EngineConfig
@@ -60,7 +62,8 @@ class Reservation:
             self.num_changes += 1
 
     def trim(self, request: Request, is_awaited: bool) -> None:
-        """Releases the pages that no call in flight needs, if too few are free; arguments as in `grow`."""
+        """Releases the pages that no call in flight needs, if too few are free; arguments as in
+        `grow`."""
         if self._is_ample(self._pool.num_free, is_awaited):
             return
         needed = self.num_pages(self.upper_bound(request))

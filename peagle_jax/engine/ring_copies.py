@@ -1,4 +1,5 @@
-"""The program that copies the rings of all layers with a sliding window from one row of the cache to another."""
+"""The program that copies the rings of all layers with a sliding window from one row of the cache
+to another."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,8 @@ def operands(state: State, source: int = 0, target: int = 0) -> Operands:
 
 
 def program(rings: list[RingCache]) -> Callable:
-    """A function of `operands` under `jax.jit`. It consumes the rings, and keeps their shares on devices."""
+    """A function of `operands` under `jax.jit`. It consumes the rings, and keeps their shares on
+    devices."""
 
     def sharding(x: jax.Array) -> NamedSharding | None:
         return x.sharding if isinstance(x.sharding, NamedSharding) else None

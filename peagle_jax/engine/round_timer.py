@@ -12,9 +12,9 @@ from peagle_jax.engine.round_times import RoundTimes
 class RoundTimer:
     """Fills `times` while an engine runs. It never waits for the device on behalf of a real round.
 
-    The time of a real round is the time between its result and the one before it. That holds while the
-    device has the next call before it ends the last: not after a pause, and not if a prefill call ran
-    between the two.
+    The time of a real round is the time between its result and the one before it. That holds while
+    the device has the next call before it ends the last: not after a pause, and not if a prefill
+    call ran between the two.
 
     Args:
       programs: of the engine.

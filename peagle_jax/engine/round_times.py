@@ -1,11 +1,12 @@
-"""Seconds per round by `RoundShape`: measured over idle slots first, then over real rounds. No jax here.
+"""Seconds per round by `RoundShape`: measured over idle slots first, then over real rounds. No jax
+here.
 
-A real round takes longer than one over idle slots, because it reads the keys of whole texts and includes the
-host's work. A device may also be slower at some times than at others. So two values of K are compared by the
-ratio of their times only: first the ratio over idle slots, then that of the real rounds just before and just
-after K changed. The corrections of two values of K are interpolated for the values between them. A ratio
-expires after `_VALID_ROUNDS` rounds: one that was measured while the device was slow would otherwise exclude a
-K for good.
+A real round takes longer than one over idle slots, because it reads the keys of whole texts and
+includes the host's work. A device may also be slower at some times than at others. So two values of
+K are compared by the ratio of their times only: first the ratio over idle slots, then that of the
+real rounds just before and just after K changed. The corrections of two values of K are
+interpolated for the values between them. A ratio expires after `_VALID_ROUNDS` rounds: one that was
+measured while the device was slow would otherwise exclude a K for good.
 """
 
 import bisect
@@ -23,14 +24,16 @@ _IDLE_SECONDS = 0.5  # total seconds of a shape's idle runs after which it gets 
 _WINDOW = 15  # real rounds whose median is the present time
 _LEAST = 8  # real rounds of a shape, without another one between them, before their median counts
 _WEIGHT = 0.5
-"""Weight of a new ratio in its average with the known one of real rounds. A ratio over idle slots is replaced."""
+"""Weight of a new ratio in its average with the known one of real rounds. A ratio over idle slots
+is replaced."""
 _VALID_ROUNDS = 4096  # rounds of a batch bucket after which an unused shape has its idle time again
 
 
 def monotone(seconds: Mapping[RoundShape, float]) -> dict[RoundShape, float]:
     """The times, each raised to that of the slowest round with no more rows and no more drafts.
 
-    A round with more sequences or more drafts takes no less time, so a smaller measurement is noise.
+    A round with more sequences or more drafts takes no less time, so a smaller measurement is
+    noise.
     """
     return {
         shape: max(s for other, s in seconds.items() if _is_less(other, shape)) for shape in seconds
@@ -69,7 +72,8 @@ class RoundTimes:
         self._counts: Counter[int] = Counter()  # real rounds by batch bucket
         self._last: dict[RoundShape, int] = {}  # the count of its bucket at a shape's last round
         self._tried: dict[RoundShape, int] = {}
-        """The count of its bucket when a shape last had enough rounds in a row, or a trial of it began."""
+        """The count of its bucket when a shape last had enough rounds in a row, or a trial of it
+        began."""
         self._runs: dict[RoundShape, list[float]] = {}  # over idle slots
         self._present: dict[int, _Run] = {}  # by batch bucket
         self._before: dict[int, _Run] = {}  # the run before it with enough rounds
@@ -80,13 +84,15 @@ class RoundTimes:
         return dict(self._idle)
 
     def untimed(self, shapes: Iterable[RoundShape]) -> list[RoundShape]:
-        """Shapes that need another run over idle slots, in an order that alternates between those of a batch
-        bucket: their times are compared, and a busy moment must not fall on one of them only."""
+        """Shapes that need another run over idle slots, in an order that alternates between those
+        of a batch bucket: their times are compared, and a busy moment must not fall on one of them
+        only."""
         missing = [shape for shape in shapes if shape not in self._idle]
         return sorted(missing, key=lambda shape: (shape.size, len(self._runs.get(shape, ()))))
 
     def add_idle_run(self, shape: RoundShape, seconds: float) -> None:
-        """Counts a run over idle slots. The first run of a shape is not timed: it allocates memory."""
+        """Counts a run over idle slots. The first run of a shape is not timed: it allocates
+        memory."""
         runs = self._runs.setdefault(shape, [])
         runs.append(seconds)
         if len(runs) > IDLE_RUNS or (len(runs) > 1 and sum(runs) > _IDLE_SECONDS):
@@ -116,17 +122,20 @@ class RoundTimes:
         self._tried[shape] = self._counts[shape.size]
 
     def is_tried(self, shape: RoundShape) -> bool:
-        """Whether real rounds measured `shape`, or a trial of it began, in the last `_VALID_ROUNDS` rounds."""
+        """Whether real rounds measured `shape`, or a trial of it began, in the last `_VALID_ROUNDS`
+        rounds."""
         last = self._tried.get(shape)
         return last is not None and self._counts[shape.size] - last <= _VALID_ROUNDS
 
     def is_measured(self, shape: RoundShape) -> bool:
-        """Whether the latest rounds of its batch bucket are of `shape`, and enough of them for a median."""
+        """Whether the latest rounds of its batch bucket are of `shape`, and enough of them for a
+        median."""
         run = self._present.get(shape.size)
         return run is not None and run.shape == shape and run.median is not None
 
     def seconds(self, size: int, drafts: Collection[int]) -> dict[int, float]:
-        """Seconds per round of the batch bucket `size` by K, for those of `drafts` that have a time.
+        """Seconds per round of the batch bucket `size` by K, for those of `drafts` that have a
+        time.
 
         They never fall as K grows.
         """
@@ -138,15 +147,16 @@ class RoundTimes:
         return {shape.num_draft: seconds for shape, seconds in known.items()}
 
     def _cost(self, shape: RoundShape) -> float | None:
-        """Seconds of a round up to a factor that all shapes of its bucket share; None if not known."""
+        """Seconds of a round up to a factor that all shapes of its bucket share; None if not
+        known."""
         level = self._level.get(shape)
         return None if level is None else level * math.exp(self._correction(shape, level))
 
     def _correction(self, shape: RoundShape, level: float) -> float:
         """Logarithm of the ratio of the cost to the idle time `level`.
 
-        It is interpolated linearly in the logarithm of the idle time between shapes with real rounds, and
-        constant beyond the smallest and the largest of them.
+        It is interpolated linearly in the logarithm of the idle time between shapes with real
+        rounds, and constant beyond the smallest and the largest of them.
         """
         corrections = {}  # by logarithm of the idle time
         for other, cost in self._learned.items():

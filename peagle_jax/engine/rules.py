@@ -88,13 +88,15 @@ def _rules(
     vocab_size: int,
     has_tokenizer: bool,
 ) -> Iterator[tuple[str, bool, str]]:
-    """Yields (field, is broken, rule). Lazy: the length check comes before the scan of all token ids."""
+    """Yields (field, is broken, rule). Lazy: the length check comes before the scan of all token
+    ids."""
     size, limit = len(prompt), config.max_model_len
     yield "prompt", size == 0, "is empty; it needs at least one token"
     yield (
         "prompt",
         size >= limit,
-        f"{size} tokens leave no room for output: prompt and output may have {limit} (max_model_len)",
+        f"{size} tokens leave no room for output: prompt and output may have {limit} "
+        "(max_model_len)",
     )
     yield (
         "prompt",
@@ -158,7 +160,8 @@ def _control_rules(
     yield (
         "bad_words",
         num_biased > MAX_BIAS,
-        f"with logit_bias or allowed_token_ids they concern {num_biased} tokens; at most {MAX_BIAS} may be",
+        f"with logit_bias or allowed_token_ids they concern {num_biased} tokens; "
+        f"at most {MAX_BIAS} may be",
     )
     banned = set(banned_ids)
     yield "bad_words", banned.issuperset(allowed), "forbid every token that is allowed"

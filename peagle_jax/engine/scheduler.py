@@ -1,10 +1,10 @@
 """Continuous batching: admission, page reservation, preemption, and commit of results. No jax here.
 
-The engine dispatches round n before it commits round n-1. So `schedule` runs before the results of the
-previous calls are on the host. Lengths, last tokens and drafts stay in device state; the host keeps an
-upper bound of each length and reserves pages up to it (`reservation`). `commit_*` receives the real
-lengths. Freed pages and slots can be reused at once, even while a call still writes to them: device
-calls run in order, so the stale write comes before the first write of the new owner.
+The engine dispatches round n before it commits round n-1. So `schedule` runs before the results of
+the previous calls are on the host. Lengths, last tokens and drafts stay in device state; the host
+keeps an upper bound of each length and reserves pages up to it (`reservation`). `commit_*` receives
+the real lengths. Freed pages and slots can be reused at once, even while a call still writes to
+them: device calls run in order, so the stale write comes before the first write of the new owner.
 """
 
 import bisect
@@ -49,7 +49,8 @@ class Scheduler(Commits):
     ):
         super().__init__(config, eos_ids=eos_ids, windows=windows, policy=policy)
         self.repeated: Collection[RoundShape] = ()
-        """Shapes of which one call can run several rounds. It is replaced as a whole, by any thread."""
+        """Shapes of which one call can run several rounds. It is replaced as a whole, by any
+        thread."""
         self._last_decode: tuple[DecodeCall | None, object] = None, None
         """The last round, and `num_changes` of the reservation at that time."""
         self._numbers = itertools.count()
@@ -59,8 +60,9 @@ class Scheduler(Commits):
         self.rounds: Mapping[int, Sequence[int]] = {
             size: (config.first_num_draft(size),) for size in config.batch_buckets
         }
-        """Rounds that may run: values of K by batch bucket (the size to which a round is padded), both
-        ascending; the last bucket is `max_num_seqs`. It is replaced as a whole, by any thread."""
+        """Rounds that may run: values of K by batch bucket (the size to which a round is padded),
+        both ascending; the last bucket is `max_num_seqs`. It is replaced as a whole, by any
+        thread."""
         self.prefills: Sequence[PrefillShape] = prefill_shapes(config)
         """Shapes of prefill calls that may run, as `rounds`."""
 
@@ -88,7 +90,8 @@ class Scheduler(Commits):
         return max(0, self.config.max_waiting + free - len(self.waiting))
 
     def add(self, request: Request) -> None:
-        """Queues a request that passed `rules.check_request`; raises `QueueFull` without a place for it."""
+        """Queues a request that passed `rules.check_request`; raises `QueueFull` without a place
+        for it."""
         if request.state is not RequestState.WAITING or request.output:
             raise ValueError(f"request {request.id} was added before; make a new Request")
         if not self.num_places:
@@ -97,7 +100,8 @@ class Scheduler(Commits):
         _insert(self.waiting, request)
 
     def abort(self, request: Request) -> None:
-        """Ends a request in any state and frees its slot and pages. No effect on a finished request."""
+        """Ends a request in any state and frees its slot and pages. No effect on a finished
+        request."""
         if not request.is_finished:
             request.finish("abort")
             self._remove(request)
@@ -105,8 +109,8 @@ class Scheduler(Commits):
     def schedule(self) -> Calls:
         """Plans the next device calls and counts them as in flight: the caller must dispatch them.
 
-        Decode rows are planned first. If that preempts a request, this step admits none. A request whose
-        last prefill chunk is in this step decodes from the next step on.
+        Decode rows are planned first. If that preempts a request, this step admits none. A request
+        whose last prefill chunk is in this step decodes from the next step on.
         """
         preemptions_before, most_calls = self.num_preemptions, self._most_prefill_calls()
         decode = self._plan_decode()
@@ -119,7 +123,8 @@ class Scheduler(Commits):
         return Calls(prefills=tuple(prefills), decode=decode)
 
     def _is_long(self, call: PrefillCall) -> bool:
-        """Whether it is the last of its step: it has the tokens of several, for which new requests wait."""
+        """Whether it is the last of its step: it has the tokens of several, for which new requests
+        wait."""
         return call.shape.chunk > self.config.prefill_chunk
 
     def check_integrity(self) -> None:
@@ -150,7 +155,8 @@ class Scheduler(Commits):
         return call
 
     def _build_decode(self, rows: list[Request]) -> DecodeCall:
-        """A round for `rows`: the last one again, if it is the same, so that no plan is packed or uploaded."""
+        """A round for `rows`: the last one again, if it is the same, so that no plan is packed or
+        uploaded."""
         shape, changes = self._shape(rows), self._pages.num_changes
         repeat = self.config.repeat if shape in self.repeated else 1
         call, planned = self._last_decode
@@ -168,15 +174,18 @@ class Scheduler(Commits):
         return RoundShape(size, drafts[-1] if repeats else drafts[0])
 
     def _holds_constrained(self) -> bool:
-        """Whether constrained requests wait in this step, because a round of one of them is in flight.
+        """Whether constrained requests wait in this step, because a round of one of them is in
+        flight.
 
-        Masks need the text and the drafts of the calls before, so a constrained request has at most one call
-        in flight. All go in the same round: each would otherwise have its own steps, in smaller batches.
+        Masks need the text and the drafts of the calls before, so a constrained request has at most
+        one call in flight. All go in the same round: each would otherwise have its own steps, in
+        smaller batches.
         """
         return any(r.matcher is not None and r.rounds_in_flight for r in self.active)
 
     def _most_prefill_calls(self) -> int:
-        """By default one while a request decodes, also if its next round is not due in this step."""
+        """By default one while a request decodes, also if its next round is not due in this
+        step."""
         if self.config.prefill_calls is not None:
             return self.config.prefill_calls
         return 1 if self._decodes() else _IDLE_PREFILL_CALLS
@@ -237,7 +246,8 @@ class Scheduler(Commits):
         return output >= request.params.max_tokens or total >= self.config.max_model_len
 
     def _reserve(self, request: Request) -> bool:
-        """Allocates the pages of one more round, preempting the last requests by rank if the pool is short.
+        """Allocates the pages of one more round, preempting the last requests by rank if the pool
+        is short.
 
         Returns False if `request` itself was the last and is preempted. The first request always
         succeeds, because the pool holds at least one request of `max_model_len` tokens.
@@ -265,11 +275,13 @@ class Scheduler(Commits):
         _insert(self.waiting, request)
 
     def _admit_next(self) -> bool:
-        """Admits the head of the queue if a slot and enough pages are free; no other may pass it."""
+        """Admits the head of the queue if a slot and enough pages are free; no other may pass
+        it."""
         if not (self.waiting and self.free_slots):
             return False
         request = self.waiting[0]
-        # A preempted request with calls in flight cannot be prefilled: some of its tokens are unknown.
+        # A preempted request with calls in flight cannot be prefilled: some of its tokens are
+        # unknown.
         if request.in_flight or self._refused == (request, self.pool.num_changes):
             return False
         if any(not (active.pages or active.leader) for active in self.active):  # they come first

@@ -1,8 +1,10 @@
-"""How many optional properties of a JSON schema's objects stand side by side in llguidance's parser.
+"""How many optional properties of a JSON schema's objects stand side by side in llguidance's
+parser.
 
-The parser keeps a row of items for the place in a text: where an object begins, 4 for each property up to the
-first required one, and behind a comma 1 for each up to the next required one. Alternatives add up. A row with more
-than `MOST_ITEMS` ends the text, so the schema is refused before.
+The parser keeps a row of items for the place in a text: where an object begins, 4 for each property
+up to the first required one, and behind a comma 1 for each up to the next required one.
+Alternatives add up. A row with more than `MOST_ITEMS` ends the text, so the schema is refused
+before.
 """
 
 import itertools
@@ -12,7 +14,10 @@ from dataclasses import dataclass
 
 MOST_ITEMS = 2000
 """Items of a row."""
-MOST_OPTIONAL = "about 490 may come before the first required one, 1,900 between two required ones, 44 with minProperties"
+MOST_OPTIONAL = (
+    "about 490 may come before the first required one, 1,900 between two required ones, "
+    "44 with minProperties"
+)
 """The same in words of a schema."""
 _FREE = 8
 """Items of the keys that a schema does not name."""
@@ -32,8 +37,8 @@ def has_free_keys(part: dict) -> bool:
 
 @dataclass(frozen=True)
 class _Object:
-    """An alternative: names in the order of the text, the required ones, whether one more is required by
-    `minProperties`, and whether there may be other names."""
+    """An alternative: names in the order of the text, the required ones, whether one more is
+    required by `minProperties`, and whether there may be other names."""
 
     names: dict[str, None]
     required: frozenset[str]
@@ -79,7 +84,8 @@ class Objects:
         self._known: dict[int, list[_Object]] = {}
 
     def too_many(self, part: dict) -> int | None:
-        """Optional properties of what may stand at a part of the schema, if they exceed `MOST_ITEMS`."""
+        """Optional properties of what may stand at a part of the schema, if they exceed
+        `MOST_ITEMS`."""
         found = self._alternatives(part)
         begin, behind = 0, Counter()
         for one in found:
@@ -119,7 +125,8 @@ class Objects:
                 yield from each if key == "allOf" else [list(either)]
 
     def _target(self, reference: str) -> object:
-        """The part that a reference such as "#/$defs/Point" names; True if it is of another form."""
+        """The part that a reference such as "#/$defs/Point" names; True if it is of another
+        form."""
         value: object = self._root if reference.startswith("#") else True
         for name in reference.split("/")[1:]:
             value = value.get(name, True) if isinstance(value, dict) else True

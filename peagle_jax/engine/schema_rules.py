@@ -1,6 +1,7 @@
-"""What llguidance would enforce only in part of a JSON schema. It is refused by its place, or enforced otherwise.
+"""What llguidance would enforce only in part of a JSON schema. It is refused by its place, or
+enforced otherwise.
 
-numbers         llguidance holds float64, and reads some decimals one unit beside the nearest float64
+numbers         llguidance holds float64, and reads some decimals a unit beside the nearest float64
 minProperties   a free key (of `additionalProperties` or `patternProperties`) may be written twice
 named keys      a free key may spell the name of another with escapes: {"a": 1, "\\u0061": 2}
 optional keys   objects with very many exceed a limit of the parser, and only when a text is written
@@ -31,7 +32,8 @@ def enforceable(schema: dict | bool) -> dict | bool:
     """The schema as llguidance enforces all of it.
 
     Raises:
-      ConfigError: a part of it cannot be enforced. The message has its place; `field` is "structured".
+      ConfigError: a part of it cannot be enforced. The message has its place; `field` is
+        "structured".
     """
     if isinstance(schema, bool):
         return schema
@@ -61,7 +63,8 @@ def _refused(place: str, rule: str) -> ConfigError:
 
 
 def _parts(schema: dict) -> Iterator[tuple[str, dict, str]]:
-    """All objects of a schema: place, content, and the keyword that it is under; a name under a keyword is "*".
+    """All objects of a schema: place, content, and the keyword that it is under; a name under a
+    keyword is "*".
 
     Values such as defaults are among them, because references may point anywhere.
     """
@@ -80,7 +83,8 @@ def _parts(schema: dict) -> Iterator[tuple[str, dict, str]]:
 
 
 def _check_numbers(place: str, part: dict, is_map: bool) -> str | None:
-    """Refuses numbers that are not exact. Returns the place of a constant that JSON writes with \\u only."""
+    """Refuses numbers that are not exact. Returns the place of a constant that JSON writes with \\u
+    only."""
     control = None
     for key, most in itertools.chain(
         ((key, _LARGEST) for key in _INCLUSIVE), ((key, _LARGEST - 1) for key in _EXCLUSIVE)
@@ -113,7 +117,8 @@ def _check_number(place: str, value: object, most: int, advice: str) -> None:
 
 
 def _is_read_exactly(value: float) -> bool:
-    """Whether llguidance's reader of JSON finds this float64: it multiplies or divides all digits once."""
+    """Whether llguidance's reader of JSON finds this float64: it multiplies or divides all digits
+    once."""
     _, digits, exponent = Decimal(repr(abs(value))).as_tuple()
     significand = float(int("".join(map(str, digits))))
     if abs(exponent) > 308:

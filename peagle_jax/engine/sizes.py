@@ -1,4 +1,5 @@
-"""Checks engine sizes against the model's limits, before weights are loaded or programs compiled."""
+"""Checks engine sizes against the model's limits, before weights are loaded or programs
+compiled."""
 
 from peagle_jax.config import ConfigError, EngineConfig, TargetConfig
 
@@ -27,5 +28,6 @@ def check_sizes(target: TargetConfig, config: EngineConfig) -> None:
     for name, accepted, most, what in rules:
         if getattr(config, name) > accepted:
             raise ConfigError(
-                f"{name}={getattr(config, name)} is above the {most} {what}; at most {most} is possible"
+                f"{name}={getattr(config, name)} is above the {most} {what}; "
+                f"at most {most} is possible"
             )

@@ -1,15 +1,16 @@
 """The free slots and the saved rings, and which prefixes they still hold.
 
-A layer with a sliding window keeps its keys and values in a ring of its slot, not in pages. Pages alone
-therefore do not make a prefix of L tokens reusable there: every ring must still hold positions
-L - window .. L-1. The ring of a freed slot does, until later positions overwrite them:
+A layer with a sliding window keeps its keys and values in a ring of its slot, not in pages. Pages
+alone therefore do not make a prefix of L tokens reusable there: every ring must still hold
+positions L - window .. L-1. The ring of a freed slot does, until later positions overwrite them:
 
     |-- overwritten --|------------- ring: capacity positions --------------|
     0                 written - capacity                                    written
 
-So a request that goes on where an earlier one ended, such as the next turn of a chat, takes that one's
-slot. A saved ring is a copy of a slot's rings at one moment. Any slot can start from it, so it serves a
-beginning that many requests share. Without windows any slot will do, and nothing is saved.
+So a request that goes on where an earlier one ended, such as the next turn of a chat, takes that
+one's slot. A saved ring is a copy of a slot's rings at one moment. Any slot can start from it, so
+it serves a beginning that many requests share. Without windows any slot will do, and nothing is
+saved.
 """
 
 import bisect
@@ -111,7 +112,8 @@ class SavedRings:
         return len(self._contents)
 
     def choose(self, chain: Sequence[int]) -> tuple[int | None, int]:
-        """The row of the copy that can reuse most of the pages `chain`, and how many of them it can."""
+        """The row of the copy that can reuse most of the pages `chain`, and how many of them it
+        can."""
         reusable = {
             row: self._reach.reusable(content, chain) for row, content in self._contents.items()
         }

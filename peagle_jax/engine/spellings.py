@@ -8,8 +8,8 @@ from collections.abc import Sequence
 def without_spellings(tokenizer: str) -> str:
     """The content of a `tokenizer.json` whose special tokens have random spellings.
 
-    A text that spells a special token is then split as any other text. Otherwise llguidance would force the special
-    token where a grammar asks for its characters, and the output would lack them.
+    A text that spells a special token is then split as any other text. Otherwise llguidance would
+    force the special token where a grammar asks for its characters, and the output would lack them.
     """
     content, nonce = json.loads(tokenizer), secrets.token_hex(8)
     names = {

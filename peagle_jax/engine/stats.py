@@ -10,7 +10,8 @@ from peagle_jax.engine.request import at_least
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of one device: in use, the most since the start of the process, and what jax may use."""
+    """Bytes of one device: in use, the most since the start of the process, and what jax may
+    use."""
 
     used: int
     peak: int
@@ -77,12 +78,14 @@ class Acceptance:
 
     @property
     def length(self) -> float:
-        """AL, the acceptance length: tokens emitted per round, the target's included; 1 without rounds."""
+        """AL, the acceptance length: tokens emitted per round, the target's included; 1 without
+        rounds."""
         return self.emitted / self.rounds if self.rounds else 1.0
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Per position, the share of the rounds that verified its draft in which it became output."""
+        """Per position, the share of the rounds that verified its draft in which it became
+        output."""
         counts = zip(self.per_position, self.drafted_per_position, strict=True)
         return tuple(accepted / drafted if drafted else 0.0 for accepted, drafted in counts)
 
@@ -103,7 +106,8 @@ class RoundCounter:
         self._most_of_head = config.num_draft
 
     def count(self, drafted: int, accepted: int, emitted: int, made: int) -> None:
-        """Counts a round that verified `drafted` drafts, if any, and added `emitted` tokens to an output.
+        """Counts a round that verified `drafted` drafts, if any, and added `emitted` tokens to an
+        output.
 
         Args:
           made: drafts that the request had; more than a head makes are those of an n-gram.

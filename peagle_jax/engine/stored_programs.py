@@ -1,13 +1,15 @@
-"""Compiled programs on disk, so that a later start of the same engine neither traces nor lowers nor compiles.
+"""Compiled programs on disk, so that a later start of the same engine neither traces nor lowers nor
+compiles.
 
-jax's persistent cache saves what XLA does only: a start still traces and lowers each program, which takes most of
-the time of a program with many kernels. Here a file holds the whole executable. Its name is the digest of all that
-decides the program (`StoredPrograms.key_of`).
+jax's persistent cache saves what XLA does only: a start still traces and lowers each program, which
+takes most of the time of a program with many kernels. Here a file holds the whole executable. Its
+name is the digest of all that decides the program (`StoredPrograms.key_of`).
 
-An executable is machine code, and jax pickles what belongs to it: who can write such a file can run code as the user
-who loads it. So a folder or a file that another user owns or can write is not used. A file begins with a digest of
-its name and content, so that a damaged file is never unpickled. The digest is no signature. Trees are not in
-the files: they are made from the operands of the call.
+An executable is machine code, and jax pickles what belongs to it: who can write such a file can run
+code as the user who loads it. So a folder or a file that another user owns or can write is not
+used. A file begins with a digest of its name and content, so that a damaged file is never
+unpickled. The digest is no signature. Trees are not in the files: they are made from the operands
+of the call.
 """
 
 import contextlib
@@ -41,10 +43,12 @@ FOLDER = "programs"
 """Folder in the cache of compiled programs."""
 
 PLATFORMS = ("cpu", "cuda")
-"""On TPUs the first program chooses the layouts of the weights (`layouts`), and must be compiled anew."""
+"""On TPUs the first program chooses the layouts of the weights (`layouts`), and must be compiled
+anew."""
 
 MOST_BYTES = 8 * 2**30
-"""Maximum size of the folder; the files that were not used for the longest time are removed first."""
+"""Maximum size of the folder; the files that were not used for the longest time are removed
+first."""
 
 _FORMAT = b"peagle-jax program 1\n"
 _UNFINISHED_SECONDS = 3600  # an older file of an interrupted write is removed
@@ -54,8 +58,8 @@ _HOST_FIELDS = (
     *("max_waiting", "prefill_calls", "prefix_caching", "adaptive", "draft_schedule"),
     "greedy_rounds",
 )
-"""Fields of the configuration that choose programs, options of the compiler or belong to the host; no program
-reads them."""
+"""Fields of the configuration that choose programs, options of the compiler or belong to the host;
+no program reads them."""
 
 _VARIABLES = (
     "XLA_",
@@ -73,8 +77,8 @@ _NO_VARIABLES = (
     *("JAX_ENABLE_COMPILATION_CACHE", "TF_CPP_"),
     *("MOSAIC_GPU_RUNTIME_LIB_PATH", "MOSAIC_GPU_CUDA_ROOT", "MOSAIC_GPU_NVSHMEM_"),
 )
-"""Settings of memory, caches and logs, and the paths that jax sets once it has traced a kernel: no program depends
-on them."""
+"""Settings of memory, caches and logs, and the paths that jax sets once it has traced a kernel: no
+program depends on them."""
 
 _NO_SETTINGS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
 
@@ -94,7 +98,8 @@ def kept_in() -> Path | None:
 
 
 def use_library_cache(folder: Path) -> None:
-    """Keeps what jax itself compiles in this folder: small programs, which no engine asks for by name."""
+    """Keeps what jax itself compiles in this folder: small programs, which no engine asks for by
+    name."""
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -138,14 +143,15 @@ class StoredPrograms:
             "settings": _settings(),
         }
         if platform == "cuda":
-            # It tells the runtime where the library of Mosaic's kernels is, as tracing a kernel would. Without it a
-            # program with such kernels does not load.
+            # It tells the runtime where the library of Mosaic's kernels is, as tracing a kernel
+            # would. Without it a program with such kernels does not load.
             importlib.import_module("jax.experimental.pallas.mosaic_gpu")
         self._engine = json.dumps([parts, where], sort_keys=True)
         self._folder = _own_folder(_folder)
 
     def key_of(self, name: str, operands: tuple, options: dict) -> str:
-        """The digest of everything that decides the program of this name, over shapes of operands."""
+        """The digest of everything that decides the program of this name, over shapes of
+        operands."""
         leaves, structure = jax.tree.flatten(operands)
         call = [name, [_shape(leaf) for leaf in leaves], describe_tree(structure), options]
         return hashlib.sha256(json.dumps([self._engine, call]).encode()).hexdigest()
@@ -205,8 +211,8 @@ class StoredPrograms:
 
 
 def _shape(leaf) -> list:
-    """Shape, dtype and sharding of an operand, which its program depends on. On `PLATFORMS` layouts follow from
-    shapes."""
+    """Shape, dtype and sharding of an operand, which its program depends on. On `PLATFORMS` layouts
+    follow from shapes."""
     spec = getattr(getattr(leaf, "sharding", None), "spec", None)
     return [list(leaf.shape), str(leaf.dtype), str(spec)]
 
@@ -223,8 +229,8 @@ def _versions() -> list[str]:
 
 @cache
 def _processor() -> str:
-    """The kind of this machine's processor, its instruction sets and the number of cores: code for a CPU has all
-    of them in it."""
+    """The kind of this machine's processor, its instruction sets and the number of cores: code for
+    a CPU has all of them in it."""
     described = [platform.machine(), platform.processor(), str(os.cpu_count())]
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -243,7 +249,8 @@ def _settings() -> list[str]:
 
 
 def settings() -> list[tuple[str, Any]]:
-    """jax's settings, which programs depend on; one that is set within a `with` alone does not count."""
+    """jax's settings, which programs depend on; one that is set within a `with` alone does not
+    count."""
     values = jax.config.values.items()
     return [(name, value) for name, value in values if not name.startswith(_NO_SETTINGS)]
 
@@ -260,8 +267,8 @@ def _own_folder(folder: Path) -> Path | None:
         return None
     if not is_own:
         _log.warning(
-            "%s: programs are not kept: it must be a folder of this user that no other can write to "
-            "(chmod 700)",
+            "%s: programs are not kept: it must be a folder of this user that no other can write "
+            "to (chmod 700)",
             folder,
         )
         return None
@@ -318,7 +325,8 @@ def _save(path: Path, program, trees: tuple) -> None:
 
 
 def make_room(folder: Path, most_bytes: int | None = None) -> None:
-    """Removes the files used the longest ago until the others take at most `most_bytes`, `MOST_BYTES` without it.
+    """Removes the files used the longest ago until the others take at most `most_bytes`,
+    `MOST_BYTES` without it.
 
     Another process may do the same: a file that is gone already is no failure.
     """
@@ -346,8 +354,8 @@ _was_enabled = True
 
 @contextlib.contextmanager
 def _fresh() -> Iterator[None]:
-    """Compiles without jax's persistent cache: an executable from there cannot be serialised again (on a CPU it
-    loads, and fails when it runs). Other threads compile without it meanwhile, too."""
+    """Compiles without jax's persistent cache: an executable from there cannot be serialised again
+    (on a CPU it loads, and fails when it runs). Other threads compile without it meanwhile, too."""
     global _num_compiling, _was_enabled
     with _compiling:
         if _num_compiling == 0:

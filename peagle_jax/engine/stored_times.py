@@ -1,6 +1,8 @@
-"""Files of round times beside jax's persistent compilation cache, so that a warm start has them at once.
+"""Files of round times beside jax's persistent compilation cache, so that a warm start has them at
+once.
 
-A file belongs to one device, one set of versions and one set of programs. What else it holds is ignored.
+A file belongs to one device, one set of versions and one set of programs. What else it holds is
+ignored.
 """
 
 import hashlib

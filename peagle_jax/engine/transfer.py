@@ -1,9 +1,9 @@
 """Plans to the device and outputs to the host: one transfer per call in each direction.
 
 All leaves of a tree travel as one array of int32, because every transfer costs the host tens of
-microseconds, whatever its size. The buffers that a program reads and writes keep their addresses over
-all calls (see `programs`): a plan is copied into resident arrays, and the host reads a copy of the output,
-which the program packs.
+microseconds, whatever its size. The buffers that a program reads and writes keep their addresses
+over all calls (see `programs`): a plan is copied into resident arrays, and the host reads a copy of
+the output, which the program packs.
 """
 
 import itertools
@@ -42,7 +42,8 @@ class Layout:
 
 
 class Resident:
-    """Device buffers of one program that keep their addresses over all calls: plan, mask and output.
+    """Device buffers of one program that keep their addresses over all calls: plan, mask and
+    output.
 
     Args:
       idle: a host plan of padding rows, for the shapes.
@@ -75,7 +76,8 @@ class Resident:
         output: StepOutput,
         place: Callable = lambda tree: tree,
     ) -> tuple:
-        """Shapes of plan, mask (None without one) and output of these arguments, as operands of the program."""
+        """Shapes of plan, mask (None without one) and output of these arguments, as operands of the
+        program."""
         spec = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
         plan = jax.tree.map(spec, _narrow(idle, mask_shape is not None))
         mask = None if mask_shape is None else jax.ShapeDtypeStruct(mask_shape, jnp.int32)
@@ -91,8 +93,8 @@ class Resident:
     def changes(
         self, plan: PrefillPlan | DecodePlan, mask: np.ndarray | None = None
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Bits to `upload` for the next call: of the host plan, None if it equals the uploaded one; and of
-        the mask of a constrained row."""
+        """Bits to `upload` for the next call: of the host plan, None if it equals the uploaded one;
+        and of the mask of a constrained row."""
         bits = None
         if plan is not self._last:
             bits = pack(_narrow(plan, self._takes_mask))
@@ -134,7 +136,8 @@ def _narrow(plan: PrefillPlan | DecodePlan, takes_mask: bool) -> PrefillPlan | D
 
 
 def pack(plan) -> np.ndarray:
-    """[n] int32: the bits of all leaves of a host plan; of a single array a view, since masks are large."""
+    """[n] int32: the bits of all leaves of a host plan; of a single array a view, since masks are
+    large."""
     parts = [np.ravel(leaf).view(np.int32) for leaf in jax.tree.leaves(plan)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -164,7 +167,8 @@ def pack_on_device(tree) -> jax.Array:
 
 
 def _split_like(bits, like):
-    """Splits packed bits [n] int32 into a tree with the structure and shapes of `like`, still int32."""
+    """Splits packed bits [n] int32 into a tree with the structure and shapes of `like`, still
+    int32."""
     leaves, structure = jax.tree.flatten(like)
     ends = itertools.accumulate(leaf.size for leaf in leaves)
     parts = [
