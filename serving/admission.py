@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from peagle_jax import ConfigError, SamplingParams
 from serving.errors import Code, ServiceError, invalid
 from serving.limits import Limits
+from serving.params import check_room
 from serving.stream import Ask, Stream
 
 
@@ -15,10 +16,17 @@ class Admission:
     Args:
       limits: see `Limits`.
       validate: raises `ConfigError` for a prompt and parameters that the engine cannot run.
+      max_model_len: tokens of prompt and output together.
     """
 
-    def __init__(self, limits: Limits, validate: Callable[[list[int], SamplingParams], None]):
-        self.limits, self._validate = limits, validate
+    def __init__(
+        self,
+        limits: Limits,
+        validate: Callable[[list[int], SamplingParams], None],
+        *,
+        max_model_len: int,
+    ):
+        self.limits, self._validate, self._max_model_len = limits, validate, max_model_len
         self._streams: dict[int, Stream] = {}
         self._by_id: dict[tuple[str, str], Stream] = {}
         """By caller and request id: a caller cannot see the requests of others."""
@@ -42,6 +50,8 @@ class Admission:
         if (ask.caller, ask.request_id) in self._by_id:
             raise id_is_taken(ask)
         self.check_count(ask)
+        field = ask.spelling.get("prompt", "prompt")
+        check_room(len(ask.prompt), field=field, max_model_len=self._max_model_len)
         try:
             self._validate(ask.prompt, ask.params)
         except ConfigError as error:

@@ -37,6 +37,7 @@ class ServiceError(Exception):
       field: the request's field that is wrong, in the client's spelling; INVALID_ARGUMENT only.
       retry_after: seconds until a retry makes sense; RESOURCE_EXHAUSTED and UNAVAILABLE only.
       is_too_large: whether HTTP answers with 413.
+      reason: OpenAI's name of the error, where its clients look for one.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ServiceError(Exception):
         field: str | None = None,
         retry_after: float | None = None,
         is_too_large: bool = False,
+        reason: str | None = None,
     ):
         super().__init__(shortened(message, _LONGEST))
         self.code = code
@@ -54,6 +56,7 @@ class ServiceError(Exception):
         self.field = None if field is None else shortened(field, _LONGEST_FIELD)
         self.retry_after = retry_after
         self.is_too_large = is_too_large
+        self.reason = reason
         self.is_reported = False
         """Whether logs and metrics have counted the error; they count every request once."""
 
@@ -61,6 +64,26 @@ class ServiceError(Exception):
 def invalid(field: str, rule: str) -> ServiceError:
     """INVALID_ARGUMENT: `field` breaks `rule`."""
     return ServiceError(Code.INVALID_ARGUMENT, f"{field}: {rule}", field=field)
+
+
+class PromptTooLong(ServiceError):
+    """INVALID_ARGUMENT: `field` breaks `rule` by its length. Clients look for one of both sentences, and shorten the
+    prompt: litellm for the first, langchain for the second.
+
+    Args:
+      max_model_len: tokens of prompt and output together.
+      excess: the length and the limit, as "9 tokens > 8".
+    """
+
+    def __init__(self, field: str, rule: str, *, max_model_len: int, excess: str):
+        text = f"This model's maximum context length is {max_model_len} tokens. The prompt is too long: "
+        super().__init__(
+            Code.INVALID_ARGUMENT,
+            f"{text}{field}: {rule}",
+            field=field,
+            reason="context_length_exceeded",
+        )
+        self.excess = excess
 
 
 def too_large(field: str, most: int) -> ServiceError:

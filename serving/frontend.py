@@ -83,7 +83,9 @@ class Frontend:
         self.drafter_config = engine.drafter_config
         self.method = "none" if self.drafter_config is None else self.drafter_config.method
         self.limits = limits or Limits()
-        self.admission = Admission(self.limits, engine.validate)
+        self.admission = Admission(
+            self.limits, engine.validate, max_model_len=self.config.max_model_len
+        )
         self.memory = MemoryReturn()
         self._encoder = Encoder(
             self.tokenizer, self.limits, max_model_len=self.config.max_model_len, memory=self.memory

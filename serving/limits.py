@@ -1,6 +1,7 @@
 """Limits of one request. They are checked before its parts become Python objects."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,7 @@ class Limits:
       max_stop_ids: most stop ids.
       max_json_depth: deepest nesting of objects and lists.
       tokenizer_threads: most long prompts that are tokenised at once.
+      unknown_fields: what becomes of unknown fields in a client's JSON.
     """
 
     max_seconds: float | None = None
@@ -29,3 +31,4 @@ class Limits:
     max_stop_ids: int = 256
     max_json_depth: int = 32
     tokenizer_threads: int = 2
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from peagle_jax import ConfigError, SamplingParams
 from peagle_jax.structured import Structured
-from serving.errors import invalid
+from serving.errors import PromptTooLong, invalid
 from serving.limits import Limits
 
 _MAX_SALT = 256  # characters
@@ -89,13 +89,20 @@ def prompt_ids(given: Sequence[int], *, field: str, max_model_len: int) -> list[
     Raises:
       ServiceError: INVALID_ARGUMENT; the prompt leaves no room for one token of output.
     """
-    if len(given) >= max_model_len:
-        raise invalid(
-            field,
-            f"{len(given)} tokens leave no room for output: prompt and output may have "
-            f"{max_model_len}",
-        )
+    check_room(len(given), field=field, max_model_len=max_model_len)
     return list(given)
+
+
+def check_room(num_tokens: int, *, field: str, max_model_len: int) -> None:
+    """Refuses a prompt that leaves no room for one token of output.
+
+    Raises:
+      PromptTooLong: see `PromptTooLong`.
+    """
+    if num_tokens >= max_model_len:
+        rule = f"{num_tokens} tokens leave no room for output"
+        excess = f"{num_tokens} tokens > {max_model_len - 1}"
+        raise PromptTooLong(field, rule, max_model_len=max_model_len, excess=excess)
 
 
 def refuse_unless_neutral(field: str, value: object, neutral: tuple, what: str) -> None:

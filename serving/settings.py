@@ -238,6 +238,9 @@ class Settings(BaseSettings):
     max_json_depth: Count = _option(
         32, "deepest nesting of lists and objects in a client's JSON", metavar="N"
     )
+    unknown_fields: Literal["ignore", "refuse"] = _option(
+        "ignore", "what becomes of fields in an HTTP request's JSON that the server does not know"
+    )
     tokenizer_threads: Count = _option(2, "most long prompts tokenised at once", metavar="N")
     drain_seconds: Seconds = _option(60.0, "time limit of open requests after SIGTERM", metavar="S")
     reflection: bool | None = _option(None, "gRPC reflection (default: on loopback only)")

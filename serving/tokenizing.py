@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from peagle_jax.config import ConfigError
 from peagle_jax.text import Tokenizer
 from serving.bounded_pool import BoundedPool
-from serving.errors import Code, ServiceError, invalid
+from serving.errors import Code, PromptTooLong, ServiceError, invalid
 from serving.limits import Limits
 from serving.memory import MemoryReturn
 
@@ -49,8 +49,9 @@ class Encoder:
     ):
         self._tokenizer, self._limits = tokenizer, limits
         self._memory = memory or MemoryReturn()
-        longest = 1 if tokenizer is None else tokenizer.longest_token
-        self.max_chars = min(limits.max_prompt_chars, max_model_len * longest)
+        self._max_model_len = max_model_len
+        self._longest = 1 if tokenizer is None else tokenizer.longest_token
+        self.max_chars = min(limits.max_prompt_chars, max_model_len * self._longest)
         self._long = BoundedPool(
             "tokenizer",
             "long prompts",
@@ -68,7 +69,7 @@ class Encoder:
             wait.
         """
         tokenizer = self._required(field)
-        self._check_size(len(text), field)
+        self._check_size(len(text), field, self.max_chars)
         encode = _naming(field, lambda: tokenizer.encode(text, special=special))
         return encode() if len(text) <= _SHORT else await self._run_long(encode, len(text))
 
@@ -93,13 +94,12 @@ class Encoder:
             raise invalid(variables_field, rule)
         size = _num_chars([variables, messages, tools])
         # The template may leave text out, so the limit of the model is checked after it.
-        if size > self._limits.max_prompt_chars:
-            raise _too_long(field, size, self._limits.max_prompt_chars)
+        self._check_size(size, field, self._limits.max_prompt_chars)
 
         def encode() -> list[int]:
             given = {"tools": list(tools)} if tools else {}
             text = tokenizer.chat_text(messages, **variables, **given)
-            self._check_size(len(text), field)
+            self._check_size(len(text), field, self.max_chars)
             # The template writes special tokens itself.
             return tokenizer.encode(text, special=False)
 
@@ -154,9 +154,15 @@ class Encoder:
             )
         return self._tokenizer
 
-    def _check_size(self, size: int, field: str) -> None:
-        if size > self.max_chars:
-            raise _too_long(field, size, self.max_chars)
+    def _check_size(self, size: int, field: str, most: int) -> None:
+        if size <= most:
+            return
+        rule = f"{size} characters are more than the {most} that this server takes"
+        least = -(-size // self._longest)
+        excess = f"{size} characters > {most}"
+        if least > self._max_model_len:
+            excess = f"{least} tokens > {self._max_model_len - 1}"
+        raise PromptTooLong(field, rule, max_model_len=self._max_model_len, excess=excess)
 
 
 def _known_role(message: Mapping[str, object], template: str) -> Mapping[str, object]:
@@ -191,7 +197,3 @@ def _naming(field: str, encode: Callable[[], list[int]]) -> Callable[[], list[in
             raise invalid(field, str(error)) from error
 
     return named
-
-
-def _too_long(field: str, size: int, most: int) -> ServiceError:
-    return invalid(field, f"{size} characters are more than the {most} that this server takes")

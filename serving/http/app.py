@@ -1,6 +1,7 @@
 """All routes as one ASGI application, with checks of tokens and hosts before them."""
 
 from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -18,7 +19,7 @@ from serving.http.chat import Chat
 from serving.http.completions import Completions
 from serving.http.connection import RESERVED
 from serving.http.dialect import dialect_of
-from serving.http.errors import answer, error_answer
+from serving.http.errors import answer, error_answer, no_such_model
 from serving.http.generation import Generation, Reader
 from serving.http.hosts import is_allowed, name_of
 from serving.http.messages import CountTokens, Messages
@@ -161,13 +162,14 @@ class _Pages:
             return error_answer(error)
 
     async def models(self, request: Request) -> Response:
-        return answer({"object": "list", "data": [self._model()]})
+        name = self._frontend.name
+        ends = {"has_more": False, "first_id": name, "last_id": name}  # Anthropic's
+        return answer({"object": "list", "data": [self._model()], **ends})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self._frontend.name:
-            error = ServiceError(Code.NOT_FOUND, f"model: there is no {name!r} here")
-            return error_answer(error)
+            return error_answer(no_such_model(name, self._frontend.name))
         return answer(self._model())
 
     def _model(self) -> dict:
@@ -175,6 +177,9 @@ class _Pages:
         return {
             "id": frontend.name,
             "object": "model",
+            "type": "model",  # this, the name and the time are Anthropic's
+            "display_name": frontend.name,
+            "created_at": datetime.fromtimestamp(int(frontend.started), UTC).isoformat(),
             "created": int(frontend.started),
             "owned_by": NAME,
             "root": frontend.name,

@@ -5,24 +5,32 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, WrapValidator
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationInfo, WrapValidator
 
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.dialect import OPENAI
-from serving.http.fields import Fields, neutral
+from serving.http.fields import Fields, Reading, ignored, refused
 from serving.http.openai_answer import OpenAiAnswer, TextField
-from serving.http.options import Options, SharedFields, read_options, read_params
+from serving.http.options import LABEL, Options, SharedFields, read_options, read_params
 from serving.http.reports import Rounds, chat_logprobs
 from serving.http.route import Call, Caller, Encode, Route
 from serving.http.tools import MessageCall, ToolFields
 from serving.stream import Ask, Delta
 from serving.tools import Arguments, call_id
 
+NO_MARKS = "the prefix cache needs no marks"
+_OF_OTHERS = "the text and reasoning_content have what the model reads"
+VERBOSITY = "models have no such control"
+WHOLE_TURNS = "messages are whole, and an answer follows"
+OWN_TEMPLATE = "the model's own template is used"
+_REASONING = "answers have the reasoning, if the model marks it"
+_VARIABLE = "send chat_template_kwargs"
+
 
 def check_length(value: object, info: ValidationInfo) -> object:
     """Refuses a list that is too long before pydantic validates its items."""
-    most = info.context.max_messages
+    most = info.context.limits.max_messages
     if isinstance(value, list) and len(value) > most:
         raise ValueError(f"{len(value)} are more than the {most} that this server takes")
     return value
@@ -36,7 +44,7 @@ def check_messages(value: object) -> object:
 
 
 def _check_type(value: object) -> object:
-    if value != "text":
+    if value not in ("text", "refusal"):
         raise ValueError("must be text: this server takes no images, sounds or files")
     return value
 
@@ -47,37 +55,57 @@ def _text(content: object, validate_parts: Callable[[object], list], info: Valid
         return content
     if content is None:
         if info.data.get("role") == "assistant":
-            return ""  # an answer with reasoning or calls only
+            return info.data.get("refusal") or ""  # an answer with reasoning or calls only
         raise ValueError("is missing")
     if not isinstance(content, list):
         raise ValueError("must be a string or a list of parts")
     return "\n".join(part.text for part in validate_parts(content))
 
 
+def text_or_refusal(text: str | None, info: ValidationInfo) -> str:
+    """The text of a part, which a refusal of the assistant has under its own name."""
+    text = info.data.get("refusal") if text is None else text
+    if text is None:
+        raise ValueError("is missing")
+    return text
+
+
 class Part(Fields):
     """A part of a message."""
 
     type: Annotated[str | None, BeforeValidator(_check_type)] = Field(None, validate_default=True)
-    text: str
+    refusal: str | None = None
+    text: Annotated[str | None, AfterValidator(text_or_refusal)] = Field(
+        None, validate_default=True
+    )
+    cache_control: ignored(NO_MARKS) = None
 
 
 class Message(Fields):
     """A message of a conversation."""
 
     role: str
+    refusal: str | None = None
     content: Annotated[
         list[Part], FailFast(), BeforeValidator(check_length), WrapValidator(_text)
     ] = Field(None, validate_default=True)
     # Templates may use these.
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: Annotated[list[MessageCall], FailFast(), BeforeValidator(check_length)] = ()
     tool_call_id: str | None = None
-    # Clients send received answers back unchanged, with these fields empty.
-    function_call: neutral() = None
-    refusal: neutral() = None
-    audio: neutral() = None
-    annotations: neutral([]) = None
+    # Clients send received answers back unchanged, also those of other servers.
+    id: ignored(LABEL) = None
+    annotations: ignored(_OF_OTHERS, []) = None
+    cache_control: ignored(NO_MARKS) = None
+    provider_specific_fields: ignored(_OF_OTHERS, {}) = None
+    reasoning_details: ignored(_OF_OTHERS, []) = None
+    thinking_blocks: ignored(_OF_OTHERS, []) = None
+    function_call: refused("send tool_calls") = None
+    audio: refused("there are texts only") = None
+    prefix: refused(WHOLE_TURNS, False) = None
+    partial: refused(WHOLE_TURNS, False) = None
 
     def variables(self, arguments: Arguments, field: str) -> dict[str, object]:
         """The message as chat templates take it.
@@ -87,6 +115,8 @@ class Message(Fields):
         """
         names = ("name", "reasoning_content", "tool_call_id")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.reasoning is not None:  # the newer name of vLLM and gateways
+            given.setdefault("reasoning_content", self.reasoning)
         if self.tool_calls:
             given["tool_calls"] = [
                 call.as_dict(arguments, f"{field}.tool_calls[{place}]")
@@ -108,20 +138,26 @@ class ChatFields(SharedFields, ToolFields):
     chat_template_kwargs: dict[str, object] | None = None
     reasoning_effort: str | None = None
 
-    functions: neutral([]) = None
-    function_call: neutral("none") = None
-    modalities: neutral(["text"]) = None
-    audio: neutral() = None
-    prediction: neutral() = None
-    verbosity: neutral("medium") = None
-    web_search_options: neutral() = None
-    add_generation_prompt: neutral(True) = None
-    continue_final_message: neutral(False) = None
-    add_special_tokens: neutral(False) = None
-    chat_template: neutral() = None
-    documents: neutral() = None
-    include_reasoning: neutral(True) = None
-    echo: neutral(False) = None
+    prediction: ignored("drafts are the head's") = None
+    verbosity: ignored(VERBOSITY, "medium") = None
+
+    functions: refused("send tools", []) = None
+    function_call: refused("send tool_choice", "none") = None
+    modalities: refused("there are texts only", ["text"]) = None
+    audio: refused("there are texts only") = None
+    web_search_options: refused("send tools") = None
+    add_generation_prompt: refused(WHOLE_TURNS, True) = None
+    continue_final_message: refused(WHOLE_TURNS, False) = None
+    add_special_tokens: refused("the template writes them", False) = None
+    chat_template: refused(OWN_TEMPLATE) = None
+    documents: refused("send them as messages", []) = None
+    include_reasoning: refused(_REASONING, True) = None
+    separate_reasoning: refused(_REASONING, True) = None
+    echo: refused("/v1/completions has it", False) = None
+    # Of gateways and other servers.
+    enable_thinking: refused(_VARIABLE) = None
+    thinking: refused(_VARIABLE) = None
+    reasoning: refused("send reasoning_effort") = None
 
 
 @dataclass(frozen=True)
@@ -180,7 +216,7 @@ class Chat(Route[ChatFields]):
         Raises:
           ServiceError: see `Route.read`.
         """
-        fields = ChatFields.read(content, self._frontend.limits)
+        fields = ChatFields.read(content, Reading(self._frontend.limits))
         return self._conversation(fields, caller, method=method, names=names)
 
     def _conversation(

@@ -9,7 +9,7 @@ from peagle_jax.text import Tokenizer
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.dialect import OPENAI
-from serving.http.fields import described, neutral
+from serving.http.fields import described, refused
 from serving.http.openai_answer import OpenAiAnswer, TextField
 from serving.http.options import Options, SharedFields, read_options, read_params
 from serving.http.reports import CompletionLogprobs, Rounds, prompt_logprobs
@@ -36,9 +36,9 @@ class CompletionFields(SharedFields):
     logprobs: int | None = None
     echo: bool = False
     prompt_logprobs: int | None = None
-    suffix: neutral("") = None
-    prompt_embeds: neutral() = None
-    add_special_tokens: neutral(True) = None
+    suffix: refused("texts are continued at their end", "") = None
+    prompt_embeds: refused("send text or token ids") = None
+    add_special_tokens: refused("send token ids", True) = None
 
 
 class Completions(Route[CompletionFields]):

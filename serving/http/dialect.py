@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serving.errors import ServiceError
+from serving.errors import PromptTooLong, ServiceError
 from serving.http.errors import content_of, error_content, status_of
 
 _ANTHROPIC_TYPES = {
@@ -16,6 +16,9 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Clients that read it send the whole conversation instead."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
@@ -27,6 +30,7 @@ class Dialect:
       error_event: the content of an event that ends a stream.
       names_events: whether an event has a line with its name, the "type" of its content.
       last_event: data of an event that ends every stream; None without one.
+      id_header: a further header with the request's id; None without one.
     """
 
     error: Callable[[ServiceError], dict]
@@ -34,6 +38,7 @@ class Dialect:
     error_event: Callable[[ServiceError], dict]
     names_events: bool = False
     last_event: bytes | None = None
+    id_header: str | None = None
 
 
 def _anthropic_content(status: int, message: str) -> dict:
@@ -42,7 +47,13 @@ def _anthropic_content(status: int, message: str) -> dict:
 
 
 def _anthropic_error(error: ServiceError) -> dict:
-    return _anthropic_content(status_of(error), error.message)
+    message = error.message
+    if isinstance(error, PromptTooLong):
+        message = f"prompt is too long: {error.excess} maximum"
+    content = _anthropic_content(status_of(error), message)
+    if error.field == "thread":
+        content["error"]["details"] = _NO_THREADS
+    return content
 
 
 def _response_error(error: ServiceError) -> dict:
@@ -58,6 +69,7 @@ ANTHROPIC = Dialect(
     no_route=_anthropic_content,
     error_event=_anthropic_error,
     names_events=True,
+    id_header="request-id",
 )
 RESPONSES = Dialect(
     error=error_content, no_route=content_of, error_event=_response_error, names_events=True

@@ -101,10 +101,16 @@ def status_of(error: ServiceError) -> int:
     return _TOO_LARGE if error.is_too_large else STATUS.get(error.code, 500)
 
 
+def no_such_model(name: str, model: str) -> ServiceError:
+    """NOT_FOUND: a client names another model than `model`."""
+    rule = f"The model {name!r} does not exist: this server has {model!r}"
+    return ServiceError(Code.NOT_FOUND, rule, field="model", reason="model_not_found")
+
+
 def error_content(error: ServiceError) -> dict:
-    """The object of an error; its `code` is the name of `Code` in lower case."""
-    status = status_of(error)
-    return content_of(status, error.message, field=error.field, code=error.code.name.lower())
+    """The object of an error; its `code` is OpenAI's, or the name of `Code` in lower case."""
+    code = error.reason or error.code.name.lower()
+    return content_of(status_of(error), error.message, field=error.field, code=code)
 
 
 def error_answer(

@@ -1,7 +1,15 @@
-"""Base of the pydantic models of request bodies; refusals in this server's own words."""
+"""Base of the pydantic models of request bodies, which declare every field of the APIs; refusals in this server's
+own words.
 
-from collections.abc import Callable
-from typing import Annotated, Any, Self
+A field is honoured unless its type is `ignored` or `refused`. `field_table` forms the table of docs/serving.md.
+"""
+
+import itertools
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     AfterValidator,
@@ -10,12 +18,13 @@ from pydantic import (
     ConfigDict,
     FailFast,
     ValidationError,
+    ValidationInfo,
     WrapValidator,
     model_validator,
 )
 
 from peagle_jax.sampling_params import MAX_BIAS
-from serving.errors import ServiceError, invalid
+from serving.errors import ServiceError, invalid, shortened
 from serving.limits import Limits
 
 _RULES = {
@@ -33,36 +42,141 @@ _RULES = {
 """Message for each type of pydantic error."""
 
 
+_MOST_NAMES = 32
+"""Fields of one request that the log can name as ignored."""
+_LONGEST_NAME = 64  # characters
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A field without effect on the text.
+
+    Args:
+      reason: why there is nothing to do.
+      met: values for which nothing is left undone; others are named in the log.
+    """
+
+    reason: str
+    met: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A field that would change the text or the answer, and is not supported.
+
+    Args:
+      reason: why, and what to send instead.
+      neutral: values without effect, which are taken.
+    """
+
+    reason: str
+    neutral: tuple[object, ...] = ()
+
+
+@dataclass
+class Reading:
+    """What validators find in their context, and the fields of the request that were ignored.
+
+    Attributes:
+      ignored: the model and the name of some of them.
+      num_ignored: number of all of them, by their occurrences.
+    """
+
+    limits: Limits
+    ignored: set[tuple[type["Fields"], str]] = field(default_factory=set)
+    num_ignored: int = 0
+
+    def ignore(self, model: type["Fields"], names: set[str]) -> None:
+        """Notes fields of an object."""
+        self.num_ignored += len(names)
+        room = _MOST_NAMES - len(self.ignored)
+        self.ignored |= {(model, name) for name in itertools.islice(names, room)}
+
+    def names(self, root: type["Fields"]) -> list[str]:
+        """Paths of the fields that were ignored, within requests of `root`."""
+        places = places_of(root)
+        return sorted(
+            shortened(places[model] + name, _LONGEST_NAME) for model, name in self.ignored
+        )
+
+
 class Fields(BaseModel):
-    """The fields of a JSON object. A null field counts as left out; an unknown field is refused."""
+    """The fields of a JSON object. A null field counts as left out. An unknown field is ignored, or refused if the
+    server was started so, or if every field of the object matters (`is_closed`)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    is_closed: ClassVar[bool] = False
 
     @classmethod
-    def read(cls, content: dict[str, object], limits: Limits) -> Self:
-        """The fields of `content`. Validators find `limits` in their context.
+    def read(cls, content: dict[str, object], reading: Reading) -> Self:
+        """The fields of `content`. Validators find `reading` in their context.
 
         Raises:
           ServiceError: INVALID_ARGUMENT that names a field.
         """
         try:
-            return cls.model_validate(content, context=limits)
+            return cls.model_validate(content, context=reading)
         except ValidationError as error:
             raise _refusal(error) from None
 
+    @classmethod
+    @cache
+    def _declared(cls) -> tuple[frozenset[str], dict[str, Ignored]]:
+        """The fields that have an effect, and the others."""
+        declared = dict(declarations(cls))
+        ignored = {name: one for name, one in declared.items() if isinstance(one, Ignored)}
+        return frozenset(declared.keys() - ignored.keys()), ignored
+
     @model_validator(mode="before")
     @classmethod
-    def _prune(cls, content: object) -> object:
+    def _prune(cls, content: object, info: ValidationInfo) -> object:
         if not isinstance(content, dict):
             return content
         if None in content.values():
             content = {name: value for name, value in content.items() if value is not None}
-        known = {field.alias or name for name, field in cls.__pydantic_fields__.items()}
-        if not content.keys() <= known:
+        known, ignored = cls._declared()
+        if content.keys() <= known:
+            return content
+        rest = content.keys() - known
+        pruned = {name: content[name] for name in content.keys() & known}
+        if (cls.is_closed or info.context.limits.unknown_fields == "refuse") and (
+            unknown := rest - ignored.keys()
+        ):
             # Keep one unknown field, which pydantic refuses: errors for 65,000 of them take 0.2 s.
-            first = min(content.keys() - known)
-            content = {name: content[name] for name in content.keys() & known} | {first: None}
-        return content
+            return pruned | {min(unknown): None}
+        met = {name for name in rest & ignored.keys() if _is_one(content[name], ignored[name].met)}
+        info.context.ignore(cls, rest - met)
+        return pruned
+
+
+def declarations(model: type[Fields]) -> Iterator[tuple[str, Ignored | Refused | None]]:
+    """Yields the name of each field in JSON, and what is done with it; None: it is honoured."""
+    for name, one in model.__pydantic_fields__.items():
+        marks = (mark for mark in one.metadata if isinstance(mark, Ignored | Refused))
+        yield one.alias or name, next(marks, None)
+
+
+@cache
+def places_of(model: type[Fields]) -> dict[type[Fields], str]:
+    """The models within a model, itself first, with the beginning of the paths of their fields."""
+    places: dict[type[Fields], str] = {model: ""}
+    waiting = [model]
+    for one in waiting:  # grows: a model in several places has the shortest path
+        for name, inner in one.__pydantic_fields__.items():
+            for part, mark in _models(inner.annotation, ""):
+                if part not in places:
+                    places[part] = f"{places[one]}{inner.alias or name}{mark}."
+                    waiting.append(part)
+    return places
+
+
+def _models(annotation: object, mark: str) -> Iterator[tuple[type[Fields], str]]:
+    """The models that a type names; the mark of those in a list is []."""
+    if isinstance(annotation, type) and issubclass(annotation, Fields):
+        yield annotation, mark
+    mark += "[]" * (typing.get_origin(annotation) is list)
+    for part in typing.get_args(annotation):
+        yield from _models(part, mark)
 
 
 def _refusal(error: ValidationError) -> ServiceError:
@@ -105,18 +219,25 @@ def described(rule: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def neutral(*values: object) -> Any:
-    """Type of a field that this server does not support: only `values` are accepted, which have no effect."""
+def ignored(reason: str, *met: object) -> Any:
+    """Type of a field that is taken and has no effect; see `Ignored`."""
+    return Annotated[Any, Ignored(reason, met)]
+
+
+def refused(reason: str, *neutral: object) -> Any:
+    """Type of a field that this server does not support; see `Refused`."""
 
     def check(value: object) -> object:
-        # In Python 0 == False; in JSON they differ.
-        if not any(
-            value == one and isinstance(value, bool) is isinstance(one, bool) for one in values
-        ):
-            raise ValueError("this is not supported; leave it out")
+        if not _is_one(value, neutral):
+            raise ValueError(f"is not supported: {reason}")
         return value
 
-    return Annotated[Any, AfterValidator(check)]
+    return Annotated[Any, Refused(reason, neutral), AfterValidator(check)]
+
+
+def _is_one(value: object, values: tuple[object, ...]) -> bool:
+    # In Python 0 == False; in JSON they differ.
+    return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in values)
 
 
 def _listed(value: object) -> object:

@@ -83,7 +83,8 @@ class Generation:
     async def _work(self, scope: Scope, body: Body, reply: Reply) -> None:
         """Answers. An error becomes a response or, after the response has begun, an event."""
         try:
-            read = partial(self._read, Headers(scope=scope), body, reply)
+            address, _ = scope.get("client") or ("", 0)
+            read = partial(self._read, Headers(scope=scope), address, body, reply)
             encode = await self._reader.run(len(body.content), read)
             body.free()
             call = await encode()
@@ -91,7 +92,6 @@ class Generation:
             if isinstance(call, dict):
                 await reply.content(call)
                 return
-            address, _ = scope.get("client") or ("", 0)
             asks = [await self._frontend.constrain(ask, address=address) for ask in call.asks]
             await self._answer(replace(call, asks=asks), reply)
         except ServiceError as error:
@@ -103,15 +103,16 @@ class Generation:
             _log.exception("a request failed")
             await reply.fail(failure(error))
 
-    def _read(self, headers: Headers, body: Body, reply: Reply) -> Encode:
+    def _read(self, headers: Headers, address: str, body: Body, reply: Reply) -> Encode:
         limits = self._frontend.limits
         max_ids = limits.max_n * self._frontend.config.max_model_len
         content = parse_object(body.content, field="body", limits=limits, max_ids=max_ids)
         given = content.pop("request_id", None)
         request_id = _request_id(headers.get("x-request-id", "") if given is None else given)
-        reply.headers["x-request-id"] = request_id
+        reply.set_id(request_id)
+        trace = request_ids.trace_headers(headers.items())
         return self._route.read(
-            content, Caller(request_id=request_id, trace=request_ids.trace_headers(headers.items()))
+            content, Caller(request_id=request_id, address=address, trace=trace)
         )
 
     async def _answer(self, call: Call, reply: Reply) -> None:
@@ -138,7 +139,7 @@ async def _send_events(answer: Answer, streams: Sequence[Stream], reply: Reply) 
     """Sends the answer in events."""
     async with contextlib.aclosing(_deltas(streams, answer.n)) as all_deltas:
         async for index, delta in all_deltas:
-            for event in answer.part(index, delta):
+            for event in answer.part(index, delta, streams):
                 await reply.event(event)
     for event in answer.end(streams):
         await reply.event(event)

@@ -71,12 +71,12 @@ class _Answer:
         self._finish: Finish | None = None
         self._has_begun = False
 
-    def part(self, index: int, delta: Delta) -> list[dict]:
+    def part(self, index: int, delta: Delta, streams: Sequence[Stream]) -> list[dict]:
         """See `Answer`."""
         events = []
         if not self._has_begun:
             self._has_begun = True
-            usage = {"input_tokens": 0, "output_tokens": 0}
+            usage = _usage(streams) | {"output_tokens": 0}
             events.append({"type": "message_start", "message": self._message([], usage)})
         events += [_event(change) for change in self._changes(delta)]
         return events

@@ -1,18 +1,28 @@
 """Fields of `/v1/messages`, Anthropic's route, and how they become those of a chat."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, model_validator
 
 from serving.errors import invalid
-from serving.http.chat import check_length, check_messages
-from serving.http.fields import Fields, Texts, described, neutral, required
+from serving.http.chat import NO_MARKS, check_length, check_messages
+from serving.http.client_tools import CLIENT_TOOLS
+from serving.http.fields import Fields, Texts, described, ignored, refused, required
+from serving.http.options import LABEL, ONE_TIER
 
-_KINDS = (
-    "must be text, thinking, tool_use or tool_result: this server takes no images, documents or "
-    "redacted reasoning"
+_KINDS = "must be text, thinking, redacted_thinking, tool_use or tool_result: this server takes no images or documents"
+_HOSTED = (
+    "web_search_",
+    "web_fetch_",
+    "code_execution_",
+    "tool_search_",
+    "mcp_toolset",
+    "advisor_",
 )
+"""Beginnings of the types of tools that Anthropic's servers run."""
+_ALL_TOOLS = "every tool is in the prompt, and the model calls it"
+_NO_CITATIONS = "there are no documents to cite"
 
 
 class TextBlock(Fields):
@@ -22,8 +32,8 @@ class TextBlock(Fields):
         Literal["text"], described("must be text: this server takes no images or files")
     ]
     text: str
-    cache_control: Any = None  # without effect: the prefix cache needs no marks
-    citations: neutral([]) = None
+    cache_control: ignored(NO_MARKS) = None
+    citations: ignored(_NO_CITATIONS, []) = None
 
 
 def _as_blocks(value: object) -> object:
@@ -39,7 +49,10 @@ TextBlocks = Annotated[
 class Block(Fields):
     """A block of a message. Its type decides which fields it has."""
 
-    type: Annotated[Literal["text", "thinking", "tool_use", "tool_result"], described(_KINDS)]
+    type: Annotated[
+        Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"],
+        described(_KINDS),
+    ]
     text: str | None = None
     thinking: str | None = None
     id: str | None = None
@@ -47,37 +60,59 @@ class Block(Fields):
     input: dict[str, object] | None = None
     tool_use_id: str | None = None
     content: TextBlocks = ()
-    # Without effect.
-    is_error: bool = False
-    signature: Any = None
-    caller: Any = None
-    cache_control: Any = None
-    citations: neutral([]) = None
+    is_error: ignored("the content of a result says it", False) = None
+    data: ignored("no model here reads redacted reasoning") = None
+    signature: ignored("reasoning is not signed", "") = None
+    caller: ignored(_ALL_TOOLS) = None
+    toolset_name: ignored(_ALL_TOOLS) = None
+    cache_control: ignored(NO_MARKS) = None
+    citations: ignored(_NO_CITATIONS, []) = None
 
 
 class Message(Fields):
     """A message of a conversation."""
 
-    role: Annotated[Literal["user", "assistant"], described("must be user or assistant")]
+    role: Annotated[
+        Literal["user", "assistant", "system", "ctx", "msg"],
+        described("must be user, assistant or system"),
+    ]
     content: Annotated[
         list[Block], FailFast(), BeforeValidator(check_length), BeforeValidator(_as_blocks)
     ]
 
 
-class Tool(Fields):
-    """A tool that the model may call."""
+def _check_tool_type(value: object) -> object:
+    is_known = isinstance(value, str) and (value == "custom" or value in CLIENT_TOOLS)
+    if not is_known and not (isinstance(value, str) and value.startswith(_HOSTED)):
+        raise ValueError(f"must be custom, {', '.join(CLIENT_TOOLS)}, or run by a server")
+    return value
 
-    type: Annotated[
-        Literal["custom"], described("must be custom: this server runs no tools of its own")
-    ] = "custom"
-    name: str
+
+class Tool(Fields):
+    """A tool: the client's own, one that Anthropic's clients run, or one that its servers run, which is left out."""
+
+    type: Annotated[str, BeforeValidator(_check_tool_type)] = "custom"
+    name: str | None = None
     description: str | None = None
     input_schema: dict[str, object] | None = None
+    input_examples: list[dict[str, object]] = ()
     strict: bool | None = None
-    cache_control: Any = None
-    eager_input_streaming: Any = None  # without effect: calls come whole
-    defer_loading: neutral(False) = None
-    allowed_callers: neutral(["direct"]) = None
+    cache_control: ignored(NO_MARKS) = None
+    eager_input_streaming: ignored("calls come whole", False) = None
+    defer_loading: ignored(_ALL_TOOLS, False) = None
+    allowed_callers: ignored(_ALL_TOOLS, ["direct"]) = None
+    max_characters: ignored("the client cuts what its tool shows") = None
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether Anthropic's servers run it."""
+        return self.type.startswith(_HOSTED)
+
+    @model_validator(mode="after")
+    def _note_hosted(self, info: ValidationInfo) -> Self:
+        if self.is_hosted:
+            info.context.ignore(Tool, {f"type={self.type}"})
+        return self
 
 
 class Choice(Fields):
@@ -91,18 +126,21 @@ class Choice(Fields):
 
 
 class Thinking(Fields):
-    """Whether the model reasons before it answers; a budget is not enforced."""
+    """Whether the model reasons before it answers."""
 
     type: Annotated[
         Literal["enabled", "disabled", "adaptive"],
         described("must be enabled, disabled or adaptive"),
     ]
-    budget_tokens: int | None = None
-    display: Any = None
+    budget_tokens: ignored("reasoning has no limit of its own") = None
+    display: ignored("reasoning is shown whole") = None
+    block_binding: ignored("reasoning is not signed") = None
 
 
 class Turns(Fields):
     """A number of the assistant's newest turns."""
+
+    is_closed = True
 
     type: Annotated[
         Literal["all", "thinking_turns"], described("must be all or thinking_turns")
@@ -112,6 +150,8 @@ class Turns(Fields):
 
 class Edit(Fields):
     """An edit of the conversation before the model reads it."""
+
+    is_closed = True
 
     type: Annotated[
         Literal["clear_thinking_20251015"],
@@ -138,6 +178,7 @@ class Output(Fields):
 
     effort: str | None = None
     format: dict[str, object] | None = None
+    task_budget: ignored("a task has no limit of its own") = None
 
 
 class PromptFields(Fields):
@@ -153,14 +194,22 @@ class PromptFields(Fields):
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, object] | None = None
     context_management: ContextManagement | None = None
-    mcp_servers: neutral([]) = None
     output_config: Output | None = None
-    speed: neutral("standard") = None
-    inference_geo: neutral() = None
-    diagnostics: neutral() = None
-    cache_control: Any = None  # without effect, as in blocks
-    user_profile_id: Any = None
-    workspace_id: Any = None
+    cache_control: ignored(NO_MARKS) = None
+    speed: ignored(ONE_TIER, "standard") = None
+    inference_geo: ignored("there is one place") = None
+    diagnostics: ignored("there are none") = None
+    fallbacks: ignored("there is one model", []) = None
+    fallback_credit_token: ignored(LABEL) = None
+    billing_policy: ignored(LABEL) = None
+    user_profile_id: ignored(LABEL) = None
+    workspace_id: ignored(LABEL) = None
+    betas: ignored("what is supported needs no name", []) = None
+    mcp_servers: refused("this server runs no tools", []) = None
+    container: refused("this server runs no tools") = None
+    thread: refused("send the whole conversation as messages") = None
+    compaction: refused("send the messages that the model is to read") = None
+    output_format: refused("send output_config.format") = None
 
     def as_chat(self) -> dict[str, object]:
         """The content of a chat with the same prompt.
@@ -170,7 +219,11 @@ class PromptFields(Fields):
         """
         chat: dict[str, object] = {"model": self.model, "messages": self._messages()}
         if self.tools:
-            chat["tools"] = [_function(one) for one in self.tools]
+            chat["tools"] = [
+                _function(one, f"tools[{place}]")
+                for place, one in enumerate(self.tools)
+                if not one.is_hosted
+            ]
         if self.tool_choice is not None:
             chat["tool_choice"] = _choice(self.tool_choice)
             chat["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
@@ -189,8 +242,13 @@ class PromptFields(Fields):
             messages.append({"role": "system", "content": _parts(self.system)})
         for place, message in enumerate(self.messages):
             field = f"messages[{place}].content"
-            as_chat = _of_assistant if message.role == "assistant" else _of_user
-            messages += as_chat(message.content, field)
+            if message.role == "assistant":
+                messages += _of_assistant(message.content, field)
+                continue
+            some = _of_user(message.content, field)
+            if message.role == "system":
+                some = [one | {"role": "system"} for one in some]
+            messages += some
         if self.context_management is not None:
             _clear_thinking(messages, self.context_management.turns_with_thinking())
         return messages
@@ -209,9 +267,8 @@ class MessagesFields(PromptFields):
     priority: int = 0
     num_speculative_tokens: int | None = None
     cache_salt: str | None = None
-    # A client's own labels are accepted and not used.
-    metadata: Any = None
-    service_tier: neutral("auto", "standard_only") = None
+    metadata: ignored(LABEL) = None
+    service_tier: ignored(ONE_TIER, "auto", "standard_only") = None
 
     def as_chat(self) -> dict[str, object]:
         """See `PromptFields`."""
@@ -246,8 +303,13 @@ def _parts(blocks: list[TextBlock]) -> list[dict]:
     return [{"type": "text", "text": block.text} for block in blocks]
 
 
-def _function(one: Tool) -> dict:
-    function = {"name": one.name, "description": one.description, "parameters": one.input_schema}
+def _function(one: Tool, field: str) -> dict:
+    description, schema = CLIENT_TOOLS.get(one.type, (one.description, one.input_schema))
+    if one.input_examples:
+        examples = json.dumps(one.input_examples, ensure_ascii=False)
+        description = f"{description or ''}\n\nExamples of input: {examples}".lstrip()
+    function = {"name": required(one, "name", field), "description": description}
+    function["parameters"] = schema
     return {"type": "function", "function": function | {"strict": one.strict}}
 
 
@@ -283,7 +345,7 @@ def _of_assistant(blocks: list[Block], field: str) -> list[dict]:
             function = {"name": required(block, "name", path), "arguments": arguments}
             call_id = required(block, "id", path)
             calls.append({"id": call_id, "type": "function", "function": function})
-        else:
+        elif block.type == "tool_result":
             raise invalid(f"{path}.type", "tool_result is for the user")
     message: dict[str, object] = {"role": "assistant", "content": texts}
     if thoughts:

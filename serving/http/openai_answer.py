@@ -61,7 +61,7 @@ class OpenAiAnswer:
             {} if has_fixed_form else None
         )
 
-    def part(self, index: int, delta: Delta) -> list[dict | bytes]:
+    def part(self, index: int, delta: Delta, streams: Sequence[Stream]) -> list[dict | bytes]:
         """See `Answer`."""
         self._num_tokens += len(delta.tokens)
         if self._templates is not None and (field := self._choices.only_text(index, delta)):

@@ -1,16 +1,26 @@
 """Fields that completions and chats share: sampling, streaming, and what the answer reports."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator
 
 from peagle_jax import SamplingParams
-from serving.errors import Code, ServiceError, invalid
-from serving.http.fields import Biases, Fields, Integers, Texts, neutral
-from serving.http.structured import ResponseFormat, StructuredOutputs, guided, read_structured
+from serving.errors import invalid
+from serving.http.errors import no_such_model
+from serving.http.fields import Biases, Fields, Integers, Texts, ignored, refused
+from serving.http.structured import ResponseFormat, StructuredOutputs, read_structured
 from serving.limits import Limits
 from serving.params import CONTROLS, cache_salt, sampling_params
+
+LABEL = "a client's own label"
+CACHE = "the prefix cache keeps what it has room for"
+NOT_STORED = "nothing is stored"
+ONE_TIER = "there is one tier"
+_NO_BEAMS = "there is no beam search"
+_NO_PROGRAMS = "there are no processors of logits but the fields listed as honoured"
+_NO_FILTER = "filters are top_k, top_p and min_p"
+_STRUCTURED = 'send structured_outputs with "{}"'
 
 
 def _salt(value: str) -> str:
@@ -22,7 +32,7 @@ class StreamOptions(Fields):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: neutral(False) = None
+    include_obfuscation: ignored("events are not padded", False) = None
 
 
 def _check_priority(value: int) -> int:
@@ -62,29 +72,56 @@ class SharedFields(Fields):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
 
-    # A client's own labels are accepted and not used.
-    user: Any = None
-    metadata: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    user: ignored(LABEL) = None
+    metadata: ignored(LABEL) = None
+    safety_identifier: ignored(LABEL) = None
+    prompt_cache_key: ignored(CACHE) = None
+    prompt_cache_retention: ignored(CACHE) = None
+    prompt_cache_options: ignored(CACHE) = None
+    store: ignored(NOT_STORED, False) = None
+    service_tier: ignored(ONE_TIER, "auto", "default") = None
+    spaces_between_special_tokens: ignored("fast tokenizers have no such option") = None
+    mm_processor_kwargs: ignored("there are texts only", {}) = None
+    media_io_kwargs: ignored("there are texts only", {}) = None
 
-    # Fields of OpenAI and vLLM that this server does not support.
-    length_penalty: neutral(1) = None
-    best_of: neutral(1) = None
-    use_beam_search: neutral(False) = None
-    include_stop_str_in_output: neutral(False) = None
-    skip_special_tokens: neutral(True) = None
-    spaces_between_special_tokens: neutral(True, False) = None  # has no effect on fast tokenizers
-    truncate_prompt_tokens: neutral() = None
-    prompt_logprobs: neutral() = None
-    return_tokens_as_token_ids: neutral(False) = None
-    guided_json: guided("json") = None
-    guided_regex: guided("regex") = None
-    guided_choice: guided("choice") = None
-    guided_grammar: guided("grammar") = None
-    store: neutral(False) = None
-    service_tier: neutral("auto", "default") = None
-    kv_transfer_params: neutral() = None
+    best_of: refused("send n", 1) = None
+    length_penalty: refused(_NO_BEAMS, 1) = None
+    use_beam_search: refused(_NO_BEAMS, False) = None
+    include_stop_str_in_output: refused("texts end before a stop string", False) = None
+    skip_special_tokens: refused("texts have no special tokens", True) = None
+    truncate_prompt_tokens: refused("send the part of the prompt that is to be read") = None
+    prompt_logprobs: refused("/v1/completions has them") = None
+    return_tokens_as_token_ids: refused("send return_token_ids", False) = None
+    kv_transfer_params: refused("prefill and decoding are in one place", {}) = None
+    logits_processors: refused(_NO_PROGRAMS, []) = None
+    custom_logit_processor: refused(_NO_PROGRAMS) = None
+    vllm_xargs: refused(_NO_PROGRAMS, {}) = None
+    thinking_token_budget: refused("reasoning has no limit of its own") = None
+    repetition_detection: refused("send repetition_penalty or stop") = None
+    moderation: refused("texts are not judged") = None
+    # Of vLLM before structured_outputs, SGLang, llama.cpp, TGI and gateways.
+    guided_json: refused(_STRUCTURED.format("json")) = None
+    guided_regex: refused(_STRUCTURED.format("regex")) = None
+    guided_choice: refused(_STRUCTURED.format("choice")) = None
+    guided_grammar: refused(_STRUCTURED.format("grammar")) = None
+    json_schema: refused(_STRUCTURED.format("json")) = None
+    regex: refused(_STRUCTURED.format("regex")) = None
+    grammar: refused(_STRUCTURED.format("grammar")) = None
+    ebnf: refused(_STRUCTURED.format("grammar")) = None
+    stop_regex: refused("send stop") = None
+    no_stop_trim: refused("texts end before a stop string", False) = None
+    min_new_tokens: refused("send min_tokens") = None
+    max_new_tokens: refused("send max_tokens") = None
+    n_predict: refused("send max_tokens") = None
+    repeat_penalty: refused("send repetition_penalty", 1) = None
+    typical_p: refused(_NO_FILTER, 1) = None
+    tfs_z: refused(_NO_FILTER, 1) = None
+    top_a: refused(_NO_FILTER, 0) = None
+    mirostat: refused(_NO_FILTER, 0) = None
+    dynatemp_range: refused(_NO_FILTER, 0) = None
+    xtc_probability: refused(_NO_FILTER, 0) = None
+    dry_multiplier: refused(_NO_FILTER, 0) = None
+    lora_path: refused("there is one model") = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +153,7 @@ def check_model(content: dict[str, object], model: str) -> None:
     """
     name = content.get("model")
     if isinstance(name, str) and name != model:
-        raise ServiceError(
-            Code.NOT_FOUND,
-            f"model: there is no {name!r} here, this server has {model!r}",
-            field="model",
-        )
+        raise no_such_model(name, model)
 
 
 def read_options(fields: SharedFields) -> Options:
@@ -170,7 +203,7 @@ def read_params(
         top_p=fields.top_p,
         top_k=0 if fields.top_k == -1 else fields.top_k,  # vLLM writes -1 for all tokens
         min_p=fields.min_p,
-        seed=fields.seed,
+        seed=None if fields.seed == -1 else fields.seed,  # vLLM writes -1 for none
         stop=fields.stop,
         stop_ids=fields.stop_token_ids,
         ignore_eos=fields.ignore_eos,

@@ -33,6 +33,11 @@ class Reply:
         self._write: Callable[[bytes], bool] | None = scope.get("state", {}).get(WRITE)
         self.headers: dict[str, str] = {}
 
+    def set_id(self, request_id: str) -> None:
+        """Sets the headers with the request's id."""
+        for name in filter(None, ("x-request-id", self._dialect.id_header)):
+            self.headers[name] = request_id
+
     async def whole(self, response: Response) -> None:
         """Sends a response as it is."""
         self._has_begun = True

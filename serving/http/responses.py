@@ -7,7 +7,7 @@ from serving.frontend import Frontend
 from serving.http.blocks import Block, Blocks
 from serving.http.chat import Chat
 from serving.http.dialect import RESPONSES
-from serving.http.responses_fields import ResponsesFields
+from serving.http.responses_fields import Function, ResponsesFields
 from serving.http.route import Call, Caller, Encode, Route
 from serving.http.structured import format_names
 from serving.stream import Delta, Finish, Stream
@@ -42,11 +42,14 @@ class Responses(Route[ResponsesFields]):
         talk = self._chat.converted(fields.as_chat(), caller, method=self.path, names=_SPELLING)
         blocks = Blocks(is_parallel=talk.is_parallel)
         response_id, is_stream = caller.request_id, fields.stream
+        namespaces = fields.namespaces()
         envelope = _envelope(fields, f"resp_{response_id}", self._frontend.name)
 
         async def encode() -> Call:
             ask = await talk.encode()
-            answer = _Answer(response_id, envelope, blocks, is_stream=is_stream)
+            answer = _Answer(
+                response_id, envelope, blocks, is_stream=is_stream, namespaces=namespaces
+            )
             return Call(asks=[ask], answer=answer)
 
         return encode
@@ -54,7 +57,7 @@ class Responses(Route[ResponsesFields]):
 
 def _envelope(fields: ResponsesFields, response_id: str, model: str) -> dict:
     """The response without its output; it repeats what the client asked for, the input aside."""
-    tools = [{"type": "function", "strict": False} | one.model_dump() for one in fields.tools]
+    tools = [_tool(one) for one in fields.tools if not one.is_hosted]
     text = {} if fields.text is None else fields.text.model_dump(exclude_none=True)
     return {
         "id": response_id,
@@ -68,28 +71,49 @@ def _envelope(fields: ResponsesFields, response_id: str, model: str) -> dict:
         "parallel_tool_calls": fields.parallel_tool_calls,
         "previous_response_id": None,
         "reasoning": {"effort": fields.reasoning and fields.reasoning.effort, "summary": None},
+        "service_tier": "default",
         "store": False,
         "temperature": fields.temperature,
         "text": {"format": {"type": "text"}} | text,
         "tool_choice": fields.tool_choice or "auto",
         "tools": tools,
+        "top_logprobs": 0,
         "top_p": fields.top_p,
         "truncation": "disabled",
         "user": fields.user,
     }
 
 
-class _Answer:
-    """See `Answer`."""
+def _tool(one: Function) -> dict:
+    tool = {"type": one.type, "name": one.name, "description": one.description}
+    if one.type == "namespace":
+        return tool | {"tools": [_tool(inner) for inner in one.tools]}
+    return tool | {"parameters": one.parameters, "strict": one.strict}
 
-    def __init__(self, request_id: str, envelope: dict, blocks: Blocks, *, is_stream: bool):
-        self.n, self.is_stream = 1, is_stream
+
+class _Answer:
+    """See `Answer`.
+
+    Args:
+      namespaces: of `ResponsesFields.namespaces`.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        envelope: dict,
+        blocks: Blocks,
+        *,
+        is_stream: bool,
+        namespaces: Mapping[str, tuple[str, str]],
+    ):
+        self.n, self.is_stream, self._namespaces = 1, is_stream, namespaces
         self._request_id, self._envelope, self._blocks = request_id, envelope, blocks
         self._call_ids: dict[int, str] = {}
         self._finish: Finish | None = None
         self._num_events = 0
 
-    def part(self, index: int, delta: Delta) -> list[dict]:
+    def part(self, index: int, delta: Delta, streams: Sequence[Stream]) -> list[dict]:
         """See `Answer`."""
         events = []
         if not self._num_events:
@@ -162,7 +186,7 @@ class _Answer:
     def _closing(self, block: Block) -> list[dict]:
         place, name = self._place(block), f"{_TEXT_EVENTS[block.kind]}.done"
         if block.kind == "call":
-            call = {"name": block.call.name, "arguments": block.text}
+            call = self._named(block) | {"arguments": block.text}
             events = [self._event(name, **place, **call)]
         else:
             part = _part(block.kind, block.text)
@@ -182,11 +206,18 @@ class _Answer:
     def _id(self, block: Block) -> str:
         return f"{_PREFIXES[block.kind]}_{self._request_id}_{block.index}"
 
+    def _named(self, block: Block) -> dict:
+        """The name of a call, with its namespace if it has one."""
+        name = block.call.name
+        if name not in self._namespaces:
+            return {"name": name}
+        return dict(zip(("namespace", "name"), self._namespaces[name], strict=True))
+
     def _item(self, block: Block, status: str) -> dict:
         item = {"id": self._id(block), "status": status}
         if block.kind == "call":
             known = self._call_ids.setdefault(block.index, call_id())
-            call = {"call_id": known, "name": block.call.name, "arguments": block.text}
+            call = {"call_id": known, "arguments": block.text} | self._named(block)
             return item | {"type": "function_call"} | call
         content = [_part(block.kind, block.text)]
         if block.kind == "reasoning":

@@ -1,25 +1,30 @@
 """Fields of `/v1/responses`, OpenAI's newer route, and how they become those of a chat."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, FailFast
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    FailFast,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 
-from serving.http.chat import check_length, check_messages
-from serving.http.fields import Fields, described, neutral, required
+from serving.http.chat import VERBOSITY, check_length, check_messages, text_or_refusal
+from serving.http.fields import Fields, described, ignored, refused, required
+from serving.http.options import CACHE, LABEL, NOT_STORED, ONE_TIER
 
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_NOT_STORED = "this server stores no responses: send the whole conversation as input"
-
-
-def _not_stored(*values: object) -> Any:
-    """Type of a field that needs stored responses."""
-
-    def check(value: object) -> object:
-        if value not in values:
-            raise ValueError(_NOT_STORED)
-        return value
-
-    return Annotated[Any, BeforeValidator(check)]
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+_WHOLE = f"{NOT_STORED}: send the whole conversation as input"
+_HOSTED = (
+    *("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search"),
+    "programmatic_tool_calling",
+)
+"""Beginnings of the types of tools that OpenAI's servers run."""
+_ALL_TOOLS = "every tool is in the prompt, and the model calls it"
+_NO_SUMMARY = "reasoning is in the answer as it is"
+_SENT_BACK = "clients send items of an answer back"
 
 
 class Part(Fields):
@@ -28,9 +33,12 @@ class Part(Fields):
     type: Annotated[
         Literal[_TEXTS], described("must be text: this server takes no images or files")
     ]
-    text: str
-    annotations: neutral([]) = None
-    logprobs: Any = None
+    refusal: str | None = None
+    text: Annotated[str | None, AfterValidator(text_or_refusal)] = Field(
+        None, validate_default=True
+    )
+    annotations: ignored(_SENT_BACK, []) = None
+    logprobs: ignored(_SENT_BACK, []) = None
 
 
 def _as_parts(value: object) -> object:
@@ -53,43 +61,92 @@ class Item(Fields):
     arguments: str | None = None
     call_id: str | None = None
     output: Parts = None
-    # Clients send items of an answer back unchanged.
-    id: Any = None
-    status: Any = None
-    phase: Any = None
-    summary: Any = None
-    encrypted_content: neutral() = None
+    namespace: str | None = None
+    id: ignored(_SENT_BACK) = None
+    status: ignored(_SENT_BACK, "completed") = None
+    phase: ignored(_SENT_BACK) = None
+    summary: ignored(_NO_SUMMARY, []) = None
+    encrypted_content: ignored("reasoning is not encrypted") = None
 
 
 def _as_items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class Tool(Fields):
+def _check_type(value: object) -> object:
+    if value == "custom":
+        raise ValueError("custom tools are not supported: declare a function with one string")
+    if value != "function":
+        raise ValueError("must be function")
+    return value
+
+
+def _check_tool_type(value: object) -> object:
+    if value == "namespace" or (isinstance(value, str) and value.startswith(_HOSTED)):
+        return value
+    return _check_type(value)
+
+
+class Function(Fields):
     """A function that the model may call."""
 
-    type: Annotated[
-        Literal["function"], described("must be function: this server runs no tools of its own")
-    ]
+    type: Annotated[str, BeforeValidator(_check_type)]
     name: str
     description: str | None = None
     parameters: dict[str, object] | None = None
     strict: bool | None = None
+    defer_loading: ignored(_ALL_TOOLS, False) = None
+    allowed_callers: ignored(_ALL_TOOLS, ["direct"]) = None
+    output_schema: ignored("results of tools are texts") = None
+
+
+class Tool(Function):
+    """A function, a list of functions with a name, or a tool that OpenAI's servers run, which is left out."""
+
+    type: Annotated[str, BeforeValidator(_check_tool_type)]
+    name: str | None = None
+    tools: Annotated[list[Function], FailFast(), BeforeValidator(check_length)] = ()
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether OpenAI's servers run it."""
+        return self.type.startswith(_HOSTED)
+
+    @model_validator(mode="after")
+    def _check_parts(self, info: ValidationInfo) -> Self:
+        if self.is_hosted:
+            info.context.ignore(Tool, {f"type={self.type}"})
+        elif self.name is None:
+            raise ValueError("name is missing")
+        return self
+
+    def functions(self) -> list[tuple[str, Function]]:
+        """The functions and their names for the model."""
+        if self.type == "namespace":
+            return [(joined_name(self.name, one.name), one) for one in self.tools]
+        return [] if self.is_hosted else [(self.name, self)]
+
+
+def joined_name(namespace: str | None, name: str) -> str:
+    """The name of a function for the model, which knows no namespaces."""
+    if namespace is None:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 class Reasoning(Fields):
     """How much the model reasons."""
 
     effort: str | None = None
-    summary: neutral("auto") = None
-    generate_summary: neutral() = None
+    summary: ignored(_NO_SUMMARY) = None
+    generate_summary: ignored(_NO_SUMMARY) = None
 
 
 class Text(Fields):
     """Options of the text."""
 
     format: dict[str, object] | None = None
-    verbosity: neutral("medium") = None
+    verbosity: ignored(VERBOSITY, "medium") = None
 
 
 class ResponsesFields(Fields):
@@ -118,22 +175,31 @@ class ResponsesFields(Fields):
     num_speculative_tokens: int | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, object] | None = None
-    # A client's own labels are accepted and not used.
+    # The answer repeats them.
     metadata: dict[str, object] | None = None
     user: str | None = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    store: _not_stored(False) = None
-    previous_response_id: _not_stored() = None
-    conversation: _not_stored() = None
-    background: _not_stored(False) = None
-    include: neutral([]) = None
-    max_tool_calls: neutral() = None
-    prompt: neutral() = None
-    service_tier: neutral("auto", "default") = None
-    stream_options: neutral({}, {"include_obfuscation": False}) = None
-    top_logprobs: neutral(0) = None
-    truncation: neutral("disabled") = None
+
+    safety_identifier: ignored(LABEL) = None
+    client_metadata: ignored(LABEL) = None
+    access_programs: ignored(LABEL) = None
+    prompt_cache_key: ignored(CACHE) = None
+    prompt_cache_retention: ignored(CACHE) = None
+    prompt_cache_options: ignored(CACHE) = None
+    store: ignored(NOT_STORED, False) = None
+    include: ignored("answers have what there is", []) = None
+    top_logprobs: ignored("/v1/chat/completions has log-probabilities", 0) = None
+    max_tool_calls: ignored("it limits tools that a server runs") = None
+    image: ignored("there are texts only") = None
+    service_tier: ignored(ONE_TIER, "auto", "default") = None
+    stream_options: ignored("events are not padded", {}, {"include_obfuscation": False}) = None
+    truncation: ignored("a prompt that is too long is refused", "disabled") = None
+    previous_response_id: refused(_WHOLE) = None
+    conversation: refused(_WHOLE) = None
+    background: refused(_WHOLE, False) = None
+    background_options: ignored("background is refused") = None
+    prompt: refused(_WHOLE) = None
+    context_management: refused("send the items that the model is to read", []) = None
+    moderation: refused("texts are not judged") = None
 
     def as_chat(self) -> dict[str, object]:
         """The content of a chat that asks for the same.
@@ -147,17 +213,24 @@ class ResponsesFields(Fields):
         )
         chat: dict[str, object] = {name: getattr(self, name) for name in same}
         chat |= {"max_tokens": self.max_output_tokens, "messages": self._messages()}
-        chat["tool_choice"] = self.tool_choice
-        if isinstance(self.tool_choice, dict):
-            named = {"name": self.tool_choice.get("name")}
-            chat["tool_choice"] = {"type": self.tool_choice.get("type"), "function": named}
-        if self.tools:
-            chat["tools"] = [_function(one) for one in self.tools]
+        chat["tool_choice"] = _choice(self.tool_choice)
+        functions = [pair for one in self.tools for pair in one.functions()]
+        if functions:
+            chat["tools"] = [_function(*pair) for pair in functions]
         if self.reasoning is not None:
             chat["reasoning_effort"] = self.reasoning.effort
         if self.text is not None and self.text.format is not None:
             chat["response_format"] = _response_format(self.text.format)
         return chat
+
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """Namespace and name of functions in namespaces, by their names for the model."""
+        return {
+            name: (one.name, inner.name)
+            for one in self.tools
+            if one.type == "namespace"
+            for name, inner in one.functions()
+        }
 
     def _messages(self) -> list[dict]:
         """Items of the assistant that follow each other are one message."""
@@ -181,8 +254,20 @@ def _response_format(given: dict[str, object]) -> dict[str, object]:
     return {"type": "json_schema", "json_schema": rest}
 
 
-def _function(one: Tool) -> dict:
-    function = {"name": one.name, "description": one.description, "parameters": one.parameters}
+def _choice(given: object) -> object:
+    match given:
+        case {"type": "allowed_tools", "tools": list(listed)}:
+            functions = [one for one in map(_choice, listed) if one.get("type") == "function"]
+            allowed = {"mode": given.get("mode"), "tools": functions}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+        case dict():
+            name = joined_name(given.get("namespace"), given.get("name"))
+            return {"type": given.get("type"), "function": {"name": name}}
+    return given
+
+
+def _function(name: str, one: Function) -> dict:
+    function = {"name": name, "description": one.description, "parameters": one.parameters}
     return {"type": "function", "function": function | {"strict": one.strict}}
 
 
@@ -201,8 +286,8 @@ def _message(item: Item, field: str) -> dict:
     if item.type == "reasoning":
         thoughts = "\n".join(part.text for part in item.content or ())
         return message | ({"reasoning_content": thoughts} if thoughts else {})
-    names = ("name", "arguments")
-    function = {name: required(item, name, field) for name in names}
+    name, arguments = (required(item, one, field) for one in ("name", "arguments"))
+    function = {"name": joined_name(item.namespace, name), "arguments": arguments}
     call_id = required(item, "call_id", field)
     return message | {"tool_calls": [{"id": call_id, "type": "function", "function": function}]}
 

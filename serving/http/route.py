@@ -7,16 +7,18 @@ from typing import Protocol
 
 from serving.frontend import Frontend
 from serving.http.dialect import Dialect
-from serving.http.fields import Fields
+from serving.http.fields import Fields, Reading
+from serving.http.ignored_fields import IgnoredFields
 from serving.http.options import check_model
 from serving.stream import Ask, Delta, Stream
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """Identity of a request: its id, and the headers of the client's trace (W3C)."""
+    """Identity of a request: its id, the client's address, and the headers of the client's trace (W3C)."""
 
     request_id: str
+    address: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -31,7 +33,7 @@ class Answer(Protocol):
     n: int
     is_stream: bool
 
-    def part(self, index: int, delta: Delta) -> list[dict | bytes]:
+    def part(self, index: int, delta: Delta, streams: Sequence[Stream]) -> list[dict | bytes]:
         """Events about the next output of sequence `index`; bytes are the JSON of one."""
 
     def end(self, streams: Sequence[Stream]) -> list[dict]:
@@ -67,7 +69,7 @@ class Route[F: Fields](ABC):
     fields: type[F]
 
     def __init__(self, frontend: Frontend):
-        self._frontend = frontend
+        self._frontend, self._ignored = frontend, IgnoredFields(self.path)
 
     def read(self, content: dict[str, object], caller: Caller) -> Encode:
         """Validates a request and leaves its prompts untokenised; may run in any thread.
@@ -78,7 +80,11 @@ class Route[F: Fields](ABC):
           ServiceError: the request is malformed, or names a model or feature that the server lacks.
         """
         check_model(content, self._frontend.name)
-        return self._prepare(self.fields.read(content, self._frontend.limits), caller)
+        reading = Reading(self._frontend.limits)
+        fields = self.fields.read(content, reading)
+        if reading.num_ignored:
+            self._ignored.log(caller.request_id, caller.address, reading, self.fields)
+        return self._prepare(fields, caller)
 
     @abstractmethod
     def _prepare(self, fields: F, caller: Caller) -> Encode:

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, FailFast, Field
 from peagle_jax import ConfigError
 from peagle_jax.structured import Structured
 from serving.errors import invalid
-from serving.http.fields import Fields, described, neutral
+from serving.http.fields import Fields, described, ignored, refused
 
 
 def _check_schema(value: object) -> object:
@@ -18,11 +18,14 @@ def _check_schema(value: object) -> object:
 
 
 Schema = Annotated[Any, BeforeValidator(_check_schema)]
+_NO_OPTION = "say it in the schema"
 Choices = Annotated[list[str], FailFast(), described("must be a list of strings")]
 
 
 class JsonSchema(Fields):
     """`response_format.json_schema`. `strict` makes no difference: the schema always holds."""
+
+    is_closed = True
 
     name: str | None = None
     description: str | None = None
@@ -33,6 +36,8 @@ class JsonSchema(Fields):
 class ResponseFormat(Fields):
     """`response_format` of a request."""
 
+    is_closed = True
+
     type: str
     json_schema: JsonSchema | None = None
 
@@ -40,25 +45,18 @@ class ResponseFormat(Fields):
 class StructuredOutputs(Fields):
     """`structured_outputs` of a request, as in vLLM."""
 
+    is_closed = True
+
     json_: Schema = Field(None, alias="json")
     json_object: bool = False
     regex: str | None = None
     choice: Choices = None
     grammar: str | None = None
-    structural_tag: neutral() = None
-    disable_any_whitespace: neutral(False) = None
-    disable_additional_properties: neutral(False) = None
-    whitespace_pattern: neutral() = None
-    disable_fallback: Any = None  # there is one backend
-
-
-def guided(key: str) -> Any:
-    """Type of one of vLLM's old fields, which `structured_outputs` has replaced."""
-
-    def check(value: object) -> object:
-        raise ValueError(f'is no longer used; send structured_outputs with "{key}"')
-
-    return Annotated[Any, BeforeValidator(check)]
+    structural_tag: refused("send tools or a grammar") = None
+    disable_any_whitespace: refused(_NO_OPTION, False) = None
+    disable_additional_properties: refused(_NO_OPTION, False) = None
+    whitespace_pattern: refused(_NO_OPTION) = None
+    disable_fallback: ignored("there is one backend") = None
 
 
 def format_names(field: str) -> dict[str, str]:

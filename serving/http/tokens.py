@@ -5,9 +5,15 @@ from typing import Annotated
 from pydantic import BeforeValidator, FailFast
 
 from serving.errors import invalid
-from serving.http.chat import Message, check_length, check_messages
+from serving.http.chat import (
+    OWN_TEMPLATE,
+    WHOLE_TURNS,
+    Message,
+    check_length,
+    check_messages,
+)
 from serving.http.dialect import OPENAI
-from serving.http.fields import Fields, Integers, neutral
+from serving.http.fields import Fields, Integers, refused
 from serving.http.route import Caller, Encode, Route
 from serving.http.tools import ToolFields
 from serving.tools import Arguments
@@ -27,9 +33,9 @@ class TokenizeFields(ToolFields):
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, object] | None = None
-    add_generation_prompt: neutral(True) = None
-    continue_final_message: neutral(False) = None
-    chat_template: neutral() = None
+    add_generation_prompt: refused(WHOLE_TURNS, True) = None
+    continue_final_message: refused(WHOLE_TURNS, False) = None
+    chat_template: refused(OWN_TEMPLATE) = None
 
 
 class DetokenizeFields(Fields):

@@ -1,14 +1,14 @@
 """Fields of chats about tools: those that the model may call, and calls in earlier messages."""
 
 from collections.abc import Collection
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, model_validator
 
 from peagle_jax.structured import Structured
 from serving.errors import invalid
 from serving.frontend import Frontend
-from serving.http.fields import Fields
+from serving.http.fields import Fields, ignored
 from serving.replies.arguments import types_of
 from serving.tools import (
     NO_FORMAT,
@@ -21,6 +21,8 @@ from serving.tools import (
 
 
 def _check_type(value: object) -> object:
+    if value == "custom":
+        raise ValueError("custom tools are not supported: declare a function with one string")
     if value != "function":
         raise ValueError("must be function: this server runs no tools of its own")
     return value
@@ -31,7 +33,7 @@ _Kind = Annotated[str | None, BeforeValidator(_check_type)]
 
 def _check_number(value: object, info: ValidationInfo) -> object:
     """Refuses a list that is too long before pydantic validates its items."""
-    most = info.context.max_tools
+    most = info.context.limits.max_tools
     if isinstance(value, list) and len(value) > most:
         raise ValueError(f"{len(value)} are more than the {most} that this server takes")
     return value
@@ -51,6 +53,7 @@ class Tool(Fields):
 
     type: _Kind = Field(None, validate_default=True)
     function: Function
+    cache_control: ignored("the prefix cache needs no marks") = None
 
     @model_validator(mode="after")
     def _check_name(self):
@@ -74,9 +77,9 @@ class MessageCall(Fields):
     """A call in a message of the assistant."""
 
     id: str
-    type: _Kind = Field(None, validate_default=True)
+    type: _Kind = "function"
     function: CalledFunction
-    index: Any = None  # clients that add up a stream keep it
+    index: ignored("calls are in order") = None
 
     def as_dict(self, arguments: Arguments, field: str) -> dict:
         """The call as templates take it.
@@ -94,6 +97,24 @@ class ToolFields(Fields):
     tools: Annotated[list[Tool], FailFast(), BeforeValidator(_check_number)] = ()
     tool_choice: Any = None
     parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _leave_only_allowed(self) -> Self:
+        """The choice `allowed_tools` leaves the other tools out, of the prompt too."""
+        match self.tool_choice:
+            case {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)},
+            }:
+                try:
+                    names = {one["function"]["name"] for one in listed}
+                except (KeyError, TypeError):
+                    raise invalid("tool_choice", "must name functions") from None
+                self.tools = [one for one in self.tools if one.function.name in names]
+                if missing := names - {one.function.name for one in self.tools}:
+                    raise invalid("tool_choice", f"there is no tool {min(missing, key=str)!r}")
+                self.tool_choice = mode
+        return self
 
     def allowed_tools(self, frontend: Frontend) -> list[dict]:
         """The tools that the model may call; none if the client allows no call.
@@ -190,4 +211,6 @@ class ToolFields(Fields):
                 if not named:
                     raise invalid("tool_choice", f"there is no tool {name!r}")
                 return named
-        raise invalid("tool_choice", "must be auto, none, required, or name a function")
+        raise invalid(
+            "tool_choice", "must be auto, none, required, allowed_tools, or name a function"
+        )

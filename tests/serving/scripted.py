@@ -84,16 +84,18 @@ def make_engine(tokenizer: Tokenizer, end: str = END, **sizes) -> Engine:
         max_logprobs=3,
     )  # fmt: skip
     end_id = tokenizer.special_id(end)
-    target = tiny.target(**tiny.ONE_LAYER, vocab_size=tokenizer.vocab_size, eos_ids=(end_id,))
+    longest = {"max_position": sizes["max_model_len"]} if "max_model_len" in sizes else {}
+    shape = tiny.ONE_LAYER | longest
+    target = tiny.target(**shape, vocab_size=tokenizer.vocab_size, eos_ids=(end_id,))
     return Engine(target, None, OneBucketConfig(**(config | sizes)), tokenizer=tokenizer)
 
 
 class Scripted:
     """A server and the script of its model."""
 
-    def __init__(self, folder, **options):
+    def __init__(self, folder, *, sizes: dict[str, int] | None = None, **options):
         self.tokenizer = make_tokenizer(folder, TEMPLATE, eos_token=END)
-        engine = make_engine(self.tokenizer)
+        engine = make_engine(self.tokenizer, **(sizes or {}))
         self.script = Script(engine, [])
         self.live = LiveServer(engine, http=True, **options)
 

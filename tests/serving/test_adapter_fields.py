@@ -7,6 +7,7 @@ import pytest
 
 from serving.errors import Code, ServiceError
 from serving.http.chat import ChatFields
+from serving.http.fields import Reading
 from serving.http.messages_fields import MessagesFields, PromptFields
 from serving.http.options import read_params
 from serving.http.responses_fields import ResponsesFields
@@ -71,9 +72,9 @@ FRONTEND = SimpleNamespace(
 
 def understand(model, content: dict) -> None:
     """What the routes do with a body before they tokenise it."""
-    fields = model.read(content, LIMITS)
+    fields = model.read(content, Reading(LIMITS))
     if hasattr(fields, "as_chat"):
-        fields = ChatFields.read(fields.as_chat(), LIMITS)
+        fields = ChatFields.read(fields.as_chat(), Reading(LIMITS))
     if not isinstance(fields, ChatFields):
         return
     tools, arguments = fields.allowed_tools(FRONTEND), Arguments(LIMITS)

@@ -168,10 +168,6 @@ def test_labels_and_options_of_a_usual_chat_are_taken(scripted, client):
 
 
 REFUSED = {
-    "store": dict(store=True),
-    "service_tier": dict(service_tier="flex"),
-    "verbosity": dict(verbosity="high"),
-    "prediction": dict(prediction={"type": "content", "content": "a"}),
     "logit_bias": dict(logit_bias={"hello": 1}),
     "tools[0].type": dict(tools=[{"type": "custom", "custom": {"name": "a"}}]),
     "tool_choice": dict(tools=[TOOL], tool_choice={"type": "allowed_tools"}),

@@ -10,11 +10,12 @@ from pydantic import ValidationError
 from serving.errors import Code, ServiceError
 from serving.http.chat import ChatFields
 from serving.http.completions import CompletionFields
-from serving.http.fields import Fields
+from serving.http.fields import Fields, Reading
 from serving.limits import Limits
 from serving.tools import Arguments
 
 LIMITS = Limits(max_messages=4)
+STRICT = Limits(max_messages=4, unknown_fields="refuse")
 HELLO = {"role": "user", "content": "a"}
 ROUTES = {
     CompletionFields: {"prompt": "a"},
@@ -25,7 +26,7 @@ MANY = 60_000
 
 def refusal(model: type[Fields], **content: object) -> ServiceError:
     with pytest.raises(ServiceError) as caught:
-        model.read(ROUTES[model] | content, LIMITS)
+        model.read(ROUTES[model] | content, Reading(STRICT))
     assert caught.value.code is Code.INVALID_ARGUMENT
     assert caught.value.message.startswith(f"{caught.value.field}: ")
     assert "\n" not in caught.value.message
@@ -52,7 +53,7 @@ def damaged(value: object, rng: random.Random) -> object:
 
 def mistake(model: type[Fields], content: dict) -> ServiceError | None:
     try:
-        model.read(content, LIMITS)
+        model.read(content, Reading(LIMITS))
     except ServiceError as error:
         return error
     return None
@@ -80,9 +81,9 @@ def test_any_json_is_accepted_or_refused_by_field(num_cases, model):
 @pytest.mark.parametrize("model", ROUTES)
 def test_a_null_counts_as_left_out(model):
     nulls = dict.fromkeys([*model.model_fields, "unknown"]) | ROUTES[model]
-    assert model.read(nulls, LIMITS) == model.read(ROUTES[model], LIMITS)
+    assert model.read(nulls, Reading(LIMITS)) == model.read(ROUTES[model], Reading(LIMITS))
     assert refusal(model, unknown=0).field == "unknown"
-    inner = model.read(ROUTES[model] | {"stream_options": {"include_usage": None}}, LIMITS)
+    inner = model.read(ROUTES[model] | {"stream_options": {"include_usage": None}}, Reading(LIMITS))
     assert inner.stream_options.include_usage is False
 
 
@@ -92,7 +93,7 @@ def test_an_integer_above_the_largest_float_is_too_large():
 
 def test_only_the_assistant_may_leave_out_content():
     answer = {"role": "assistant", "reasoning_content": "hm"}
-    (message,) = ChatFields.read({"messages": [answer]}, LIMITS).messages
+    (message,) = ChatFields.read({"messages": [answer]}, Reading(LIMITS)).messages
     assert message.variables(Arguments(LIMITS), "messages[0]") == answer | {"content": ""}
     for role in ("user", "system"):
         assert refusal(ChatFields, messages=[HELLO, {"role": role}]).field == "messages[1].content"

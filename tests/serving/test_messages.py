@@ -135,14 +135,13 @@ WRONG = {
         {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document"}]}]}]},
     "stop_sequences": {"stop_sequences": [""]},
     "temperature": {"temperature": -1},
-    "tools[0].type": {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+    "tools[0].type": {"tools": [{"type": "computer_20250124", "name": "computer"}]},
     "tool_choice.type": {"tools": [TOOL], "tool_choice": {"type": "all"}},
     "tool_choice": {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}},
     "container": {"container": "x"},
     "output_config.format.type": {"output_config": {"format": {"type": "xml"}}},
     "output_config.format": {"output_config": {"format": {"type": "json_schema"}}},
     "output_config.format.schema": {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
-    "no_such_field": {"no_such_field": 1},
 }  # fmt: skip
 
 

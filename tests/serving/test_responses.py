@@ -109,20 +109,18 @@ def test_a_call_that_is_cut_off_is_the_last_item(scripted, client, is_merged):
 
 
 WRONG = {
-    "store": {"store": True},
     "previous_response_id": {"previous_response_id": "resp_1"},
     "background": {"background": True},
     "input": {"input": []},
     "input[0].type": {"input": [{"type": "image_generation_call"}]},
     "input[0].content[0].type": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
     "input[0].call_id": {"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]},
-    "tools[0].type": {"tools": [{"type": "web_search"}]},
+    "tools[0].type": {"tools": [{"type": "custom", "name": "patch"}]},
     "text.format.type": {"text": {"format": {"type": "xml"}}},
     "text.format": {"text": {"format": {"type": "json_schema", "name": "a"}}},
     "text.format.schema": {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}},
     "tools[0].strict": {"tools": [TOOL | {"strict": 5}]},
     "max_output_tokens": {"max_output_tokens": 0},
-    "no_such_field": {"no_such_field": 1},
 }  # fmt: skip
 
 

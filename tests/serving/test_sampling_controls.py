@@ -10,6 +10,7 @@ from peagle_jax.prompts import read_jsonl
 from serving.errors import ServiceError
 from serving.http.chat import ChatFields
 from serving.http.completions import CompletionFields
+from serving.http.fields import Reading
 from serving.http.options import read_params
 from serving.limits import Limits
 from serving.protos import peagle_v1_pb2, vllm_engine_pb2
@@ -44,7 +45,7 @@ def json_name(name: str) -> str:
 def over_http(kind: type, **others):
     def read(name: str, value: object) -> SamplingParams:
         content = others | {json_name(name): as_json(name, value)}
-        fields = kind.read(content, Limits())
+        fields = kind.read(content, Reading(Limits()))
         return read_params(fields, Limits(), max_tokens=99, spelling={}, logprobs=None)
 
     return read

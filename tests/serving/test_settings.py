@@ -58,7 +58,7 @@ def test_the_file_may_be_named_by_the_environment_or_the_command_line(file, tmp_
 def test_every_option_exists_in_all_three_places(file):
     """With a value that is not its default, and so must come from where it was written."""
     special = dict(
-        method="eagle3", dtype="float32", quantization="fp8", log_level="debug",
+        method="eagle3", dtype="float32", quantization="fp8", log_level="debug", unknown_fields="refuse",
         kv_cache_memory="1GiB", kv_cache_dtype="fp8", activations="fp8", gather="library", reflection=True, no_cache=True, reply_format="none",
         page=False, prefix_caching=False, prompt_logprobs=True, prefill_calls=3, saved_rings=5,
         prefill_chunk=77, prefill_rows=3, small_prefills=True,

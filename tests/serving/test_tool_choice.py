@@ -10,6 +10,7 @@ import pytest
 from peagle_jax.engine.grammar import Grammars
 from peagle_jax.structured import Structured
 from serving.errors import ServiceError
+from serving.http.fields import Reading
 from serving.http.tools import ToolFields
 from serving.limits import Limits
 from serving.replies.forced import xml_calls
@@ -145,7 +146,7 @@ def test_formats_without_a_grammar_force_nothing(tmp_path):
 
 def test_a_format_beside_calls_that_cannot_be_constrained_is_refused_by_name(tmp_path):
     replies = Replies(make_tokenizer(tmp_path, TEMPLATE), "gemma4")
-    fields = ToolFields.read({"tools": TOOLS}, Limits())
+    fields = ToolFields.read({"tools": TOOLS}, Reading(Limits()))
     field = "response_format.json_schema.schema"
     with pytest.raises(ServiceError, match="excludes tools") as caught:
         fields.constraint(SimpleNamespace(replies=replies), TOOLS, field, Structured.json_object())
