@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from peagle_jax.config import ConfigError
 from peagle_jax.text import Tokenizer
@@ -98,7 +99,8 @@ class Encoder:
 
         def encode() -> list[int]:
             given = {"tools": list(tools)} if tools else {}
-            text = tokenizer.chat_text(messages, **variables, **given)
+            render = partial(tokenizer.chat_text, **variables, **given)
+            text = _without_loss(render, messages)
             self._check_size(len(text), field, self.max_chars)
             # The template writes special tokens itself.
             return tokenizer.encode(text, special=False)
@@ -170,6 +172,27 @@ def _known_role(message: Mapping[str, object], template: str) -> Mapping[str, ob
     if message.get("role") != "developer" or "developer" in template:
         return message
     return {**message, "role": "system"}
+
+
+def _without_loss(
+    render: Callable[[list[Mapping[str, object]]], str], messages: Sequence[Mapping[str, object]]
+) -> str:
+    """The text of a conversation. Agents send rules as later messages of the system, which some templates refuse and
+    some leave out, as GPT-OSS's does: these messages become the user's."""
+    later = [one.get("role") in ("system", "developer") for one in messages[1:]]
+    try:
+        text = render(list(messages))
+    except ConfigError:
+        if not any(later):
+            raise
+        text = ""
+
+    def shown(message: Mapping[str, object], is_rule: bool) -> Mapping[str, object]:
+        is_lost = is_rule and str(message.get("content") or "").strip() not in text
+        return {**message, "role": "user"} if is_lost else message
+
+    changed = [*messages[:1], *map(shown, messages[1:], later)]
+    return text if text and changed == list(messages) else render(changed)
 
 
 def _num_chars(value: object) -> int:

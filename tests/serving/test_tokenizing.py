@@ -20,6 +20,7 @@ from serving.rpc import open_inference, vllm
 from serving.stream import Ask
 from serving.tokenizing import Encoder
 from tests.serving.live import LiveServer
+from tests.serving.scripted import make_tokenizer
 from tests.serving.test_fuzz import METHODS, Client
 from tests.waiting import LIMIT, soon
 
@@ -135,6 +136,34 @@ def test_a_chat_is_measured_before_the_template_sees_it(tokenizer, monkeypatch):
         encoder.close()
 
     asyncio.run(ask())
+
+
+LEAVES_OUT = "{% for m in messages[1:] if m.role in ('user', 'assistant') %}"
+REFUSES = (
+    "{% for m in messages[1:] %}{{ raise_exception('rules come first') if m.role == 'system' }}"
+)
+TAKES = "{% for m in messages[1:] %}"
+
+
+@pytest.mark.parametrize(
+    ("loop", "role"), [(LEAVES_OUT, "user"), (REFUSES, "user"), (TAKES, "system")]
+)
+def test_later_messages_of_the_system_reach_the_prompt(tmp_path, loop, role):
+    """Claude Code sends rules in such messages."""
+    template = (
+        f"[{{{{ messages[0].content }}}}]{loop}[{{{{ m.role }}}}:{{{{ m.content }}}}]{{% endfor %}}"
+    )
+    tokenizer = make_tokenizer(tmp_path, template)
+    talk = [("system", "First."), ("user", "Hi"), ("system", " Later. "), ("assistant", "Yo")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+
+    async def ask() -> str:
+        encoder = Encoder(tokenizer, Limits(), max_model_len=96)
+        ids = await encoder.chat(messages, {}, field="messages")
+        encoder.close()
+        return tokenizer.spell(ids)
+
+    assert asyncio.run(ask()) == f"[First.][user:Hi][{role}: Later. ][assistant:Yo]"
 
 
 class Held:
