@@ -20,7 +20,7 @@ from bench.sweep import Models, prompt_set
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
 from peagle_jax import runs
-from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.config import EngineConfig
 from peagle_jax.draft_head import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
@@ -151,7 +151,7 @@ def measure(
     def scores(target_weights, head_weights, text):
         target, head = of_target[1](target_weights), of_head[1](head_weights)
         with dispatch.references():  # thousands of rows: no shape of a serving round
-            run = run_target(target, text, taps, options.attention)
+            run = run_target(target, text, taps)
             found = all_rows(head, target, run, slot_is_trained(text), options)
             ranked = _candidates(head, target, run, found, num_draft)
             if not selects:
@@ -262,8 +262,6 @@ def summary(measured: Measured) -> dict:
 def headroom(options: Options, environment: dict) -> list[dict]:
     """Measures, appends a row each to `options.out`, and returns the rows."""
     models = Models.load(options)
-    if not hasattr(models.target.layers[0].mlp, "gate_up"):
-        raise ConfigError("headroom runs the training's pass, which has dense Llama and Qwen3 only")
     done = []
     for spec in options.sets:
         name, prompts = prompt_set(

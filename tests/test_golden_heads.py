@@ -168,7 +168,7 @@ def options(K: int) -> training.DrafterOptions:
 def target_run() -> training.Run:
     tokens = jnp.asarray(expected("sequence")["tokens"])[None]
     text = training.Text(tokens, jnp.array([6]), jnp.array([tokens.shape[1]]))
-    return training.run_target(target(), text, target().config.default_taps, "xla")
+    return training.run_target(target(), text, target().config.default_taps)
 
 
 def teacher(name: str):

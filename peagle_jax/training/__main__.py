@@ -123,6 +123,13 @@ def _continuations(args) -> None:
         print(f"{name}: {path}")
 
 
+def _teacher(args):
+    """The target as an engine runs it."""
+    from peagle_jax.loading import load_weights
+
+    return load_weights(args.target, None, method="none", dtype=args.dtype)[0]
+
+
 def _head_config(args, target: TargetConfig) -> DrafterConfig:
     from peagle_jax.training.data import MASK_ID
 
@@ -188,10 +195,10 @@ def drafter_run(args) -> DrafterRun:
     Raises:
       ConfigError: invalid or contradictory options or data.
     """
-    from peagle_jax.checkpoint import load_head, load_target
+    from peagle_jax.checkpoint import load_head
     from peagle_jax.training import drafter
 
-    target = load_target(args.target, dtype=args.dtype)
+    target = _teacher(args)
     config, init = _head_config(args, target.config), None
     if args.init is not None:
         init = load_head(args.init, target.config, dtype="float32")
@@ -234,11 +241,11 @@ def _drafter(args):
 
 
 def _selector(args) -> None:
-    from peagle_jax.checkpoint import load_head, load_target, save_head
+    from peagle_jax.checkpoint import load_head, save_head
     from peagle_jax.training import selector
     from peagle_jax.training.trainer import fit, write_provenance
 
-    target = load_target(args.target, dtype=args.dtype)
+    target = _teacher(args)
     head = load_head(args.head, target.config, dtype=args.dtype)
     run = _run_config(args)
     names = "rank batch dtype attention loss_chunk eval_sequences num_draft repeat_weight max_temperature"

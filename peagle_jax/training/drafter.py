@@ -77,7 +77,7 @@ def head_loss(merge, frozen, taps, options: DrafterOptions, params, target: Deco
         key, shuffle = jax.random.split(key)
         order = jax.random.permutation(shuffle, len(text.tokens))
         text = Text(*(x[order] for x in text))
-    run = run_target(target, text, taps, options.attention)
+    run = run_target(target, text, taps)
     if options.noise:
         key, some = jax.random.split(key)
         noise = jax.random.uniform(some, run.taps.shape, run.taps.dtype, -1.0, 1.0)
@@ -113,7 +113,7 @@ def evaluate_rows(merge, frozen, taps, options: DrafterOptions, params, target: 
     # The same metric for all training losses.
     options = replace(options, loss="kl", sharpen=1.0, weights="depth", repeat_weight=1.0)
     head = merge(cast({**frozen, **params}, options.dtype))
-    run = run_target(target, text, taps, options.attention)
+    run = run_target(target, text, taps)
     valid = slot_is_trained(text)
     rows = all_rows(head, target, run, valid, options)
     outcome = compare(head, target, run, options, rows)
@@ -270,7 +270,6 @@ def make_task(
     params = {n: p for n, p in params.items() if n not in frozen}
     taps = config.taps or target.config.default_taps
     weights, merge_target = split_model(target)
-    weights = cast(weights, options.dtype)
     rows = len(text.tokens)
     if rows < options.batch:
         raise ConfigError(f"{rows} continuations are fewer than --batch {options.batch}")

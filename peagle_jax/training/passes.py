@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import dispatch
+from peagle_jax.cache import PageCache, PagedAttention
 from peagle_jax.config import ConfigError
 from peagle_jax.draft_head import DraftHead
 from peagle_jax.models import Decoder
@@ -34,6 +36,8 @@ from peagle_jax.training.stored_text import Text
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.texts import Blocks, TextAttention
 from peagle_jax.training.weights import anchor_weights, pace_weights
+
+_PAGE_SIZE = 64  # positions; a block of keys of the attention kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +137,26 @@ class Run(NamedTuple):
     normed: jax.Array  # [B, S, D], input of the unembedding
 
 
-def run_target(target: Decoder, text: Text, taps: tuple[int, ...], backend) -> Run:
+def run_target(target: Decoder, text: Text, taps: tuple[int, ...]) -> Run:
+    """The target's pass as the engine prefills: attention over pages, and the kernels of the device."""
     tokens = text.tokens.astype(jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    cache = [None] * target.config.num_layers
-    hidden, tapped, _ = target(tokens, positions, cache, attention.causal(backend), taps=taps)
-    return jax.tree.map(jax.lax.stop_gradient, Run(tokens, tapped, target.norm(hidden)))
+    B, S = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(S), tokens.shape)
+    W = -(-S // _PAGE_SIZE)
+    table = 1 + jnp.arange(B * W, dtype=jnp.int32).reshape(B, W)  # page 0 is the dummy page
+    attend = PagedAttention(table, jnp.arange(B, dtype=jnp.int32), positions)
+    with dispatch.as_served():
+        cache = [_pages(target, i, 1 + B * W) for i in range(target.config.num_layers)]
+        hidden, tapped, _ = target(tokens, positions, cache, attend, taps=taps)
+        normed = target.norm(hidden)
+    return jax.tree.map(jax.lax.stop_gradient, Run(tokens, tapped, normed))
+
+
+def _pages(target: Decoder, layer: int, count: int) -> PageCache:
+    """Empty pages of a layer. Layers with a window have them too: a ring holds no whole text."""
+    attention = target.config.attention(layer)
+    shape = (count, _PAGE_SIZE, attention.num_kv_heads, attention.head_dim)
+    return PageCache(*(jnp.zeros(shape, target.norm.weight.dtype) for _ in range(2)))
 
 
 def _positions(slots: jax.Array, num_slots: int) -> jax.Array:
@@ -153,9 +171,10 @@ def _teacher(head, target: Decoder, run: Run, options: DrafterOptions, at: jax.A
         return Labels(_ahead(run.tokens, 1).reshape(-1)[at])
     normed = run.normed.reshape(-1, run.normed.shape[-1])
     weight = jax.lax.stop_gradient(unembedding(target))
+    cap = target.config.logit_softcap
     if options.elements == "texts" or head.config.method == "eagle3":  # several rows a position
-        return Table(at, *tabulate(normed, weight, options.sharpen, options.loss_chunk))
-    return Distribution(normed[at], weight, options.sharpen)
+        return Table(at, *tabulate(normed, weight, options.sharpen, cap, options.loss_chunk))
+    return Distribution(normed[at], weight, options.sharpen, cap)
 
 
 def compare(head, target: Decoder, run: Run, options: DrafterOptions, rows: Rows) -> Outcome:

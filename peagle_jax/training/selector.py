@@ -119,7 +119,7 @@ def _deep_rows(
     """The head's deep rows over a batch; the first texts of a random order are read to greater depths."""
     order = jax.random.permutation(key, len(text.tokens))
     text = Text(*(x[order] for x in text))
-    run = run_target(target, text, _taps(head, target), options.attention)
+    run = run_target(target, text, _taps(head, target))
     blocks = blocks_of(len(text.tokens), options.num_depths, _RATE, _MIN_RATE)
     passes = options.passes(options.num_depths)
     rows = text_rows(head, target, run, slot_is_trained(text), blocks, passes)
@@ -166,7 +166,7 @@ def _scored(selector: Selector, tables, options: SelectorOptions, deep: _Deep):
 
 def selected(head: DraftHead, target: Decoder, text: Text, options: SelectorOptions) -> jax.Array:
     """`selected_of` texts."""
-    run = run_target(target, text, _taps(head, target), options.attention)
+    run = run_target(target, text, _taps(head, target))
     rows = all_rows(head, target, run, slot_is_trained(text), options.passes(options.num_draft))
     return selected_of(head, target, run, rows, options.num_draft, options.loss_chunk)
 
@@ -248,8 +248,7 @@ def make_task(head: DraftHead, target: Decoder, options: SelectorOptions, run: R
     empty = nnx.eval_shape(lambda: Selector(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     merge = split_model(empty)[1]
     scaled = lambda params: {name: units[name] * leaf for name, leaf in params.items()}
-    weights, merge_models = split_model(_Models(head, target))
-    constants = cast(weights, options.dtype)
+    constants, merge_models = split_model(_Models(head, target))
 
     def loss(params, constants, text, key):
         models = merge_models(constants)

@@ -172,7 +172,7 @@ def test_training_rows_are_what_serving_computes(method):
     @jax.jit
     def trained_on(target, head):
         valid = passes.slot_is_trained(text)
-        run = passes.run_target(target, text, taps, "xla")
+        run = passes.run_target(target, text, taps)
         if method == "peagle":
             elements = cod.all_elements(valid, 4)
             rows = passes.parallel_rows(head, target, run, elements, options)

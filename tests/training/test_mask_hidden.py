@@ -86,7 +86,7 @@ def test_a_chain_reads_them_as_rows_of_a_round_would(form):
 
     @jax.jit
     def both():
-        run = passes.run_target(target, text, (0,), "xla")
+        run = passes.run_target(target, text, (0,))
         options = _options(elements="texts", num_depths=depths)
         blocks, valid = Blocks((3,) * depths), passes.slot_is_trained(text)
         rows = passes.text_rows(head, target, run, valid, blocks, options)
@@ -115,7 +115,7 @@ def gradients():
         @jax.jit
         @jax.value_and_grad
         def loss(params):
-            model, run = merge(params), passes.run_target(target, text, (0,), "xla")
+            model, run = merge(params), passes.run_target(target, text, (0,))
             options = _options(elements="texts", weights="dpace")
             rows = passes.text_rows(model, target, run, valid, BLOCKS, options, picked)
             return passes.compare(model, target, run, options, rows).total
