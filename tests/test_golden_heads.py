@@ -174,7 +174,8 @@ def target_run() -> training.Run:
 def teacher(name: str):
     """The target as a head's labels see it: its unembedding cut to the draft vocabulary."""
     rows = target().embed.weight[...][draft_ids(head(name))]
-    return SimpleNamespace(embed=target().embed, lm_head=SimpleNamespace(weight=rows))
+    lm_head = SimpleNamespace(weight=rows)
+    return SimpleNamespace(embed=target().embed, lm_head=lm_head, config=target().config)
 
 
 @pytest.mark.sampled(1, slow=1)
