@@ -100,7 +100,7 @@ def stored_texts(path: Path | None, write) -> Text:
     text = write()
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(path, **text._asdict())
+        np.savez_compressed(path, **text.arrays())
     return text
 
 

@@ -32,7 +32,7 @@ from peagle_jax.training.passes import (
     text_rows,
     unrolled_rows,
 )
-from peagle_jax.training.stored_text import Text, batches, load_text_of, pieces
+from peagle_jax.training.stored_text import Text, batches, load_text, pieces, rows_of
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.texts import Blocks, blocks_of
 from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
@@ -76,7 +76,7 @@ def head_loss(merge, frozen, taps, options: DrafterOptions, params, target: Deco
         # The first texts are trained to the greatest depth: shuffle them.
         key, shuffle = jax.random.split(key)
         order = jax.random.permutation(shuffle, len(text.tokens))
-        text = Text(*(x[order] for x in text))
+        text = rows_of(text, order)
     run = run_target(target, text, taps)
     if options.noise:
         key, some = jax.random.split(key)
@@ -156,20 +156,48 @@ def init_head(
     return head
 
 
-def _copy_layers(head: DraftHead, target: Decoder) -> None:
-    """Copies the target's last layers to those of the head after its first."""
+def _leaves(layer: nnx.Module) -> dict:
+    return dict(jax.tree.flatten_with_path(nnx.state(layer))[0])
+
+
+def can_copy_layers(config: DrafterConfig, target: Decoder) -> bool:
+    """Whether layers of the head can start as the target's last ones: see `_copy_layers`."""
+    try:
+        make = lambda: DraftHead(
+            replace(config, qk_norm=target.config.qk_norm), dtype=jnp.float32, rngs=nnx.Rngs(0)
+        )
+        _check_layers(nnx.eval_shape(make), target)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check_layers(head: DraftHead, target: Decoder) -> None:
     own, given = head.layers, target.layers
     if not 0 < len(own) <= len(given):
         raise ConfigError(
             f"--from-layers: {len(own)} layers after the head's first, {len(given)} of the target"
         )
-    names = lambda layer: {
-        path: leaf.shape for path, leaf in jax.tree.flatten_with_path(nnx.state(layer))[0]
-    }
     for ours, theirs in zip(own, given[len(given) - len(own) :], strict=True):
-        if names(ours) != names(theirs):
+        found = _leaves(theirs)
+        same = all(
+            path in found and found[path].shape == leaf.shape
+            for path, leaf in _leaves(ours).items()
+        )
+        more = [leaf for path, leaf in found.items() if path not in _leaves(ours)]
+        # What the head has no place for: biases of one axis are left out, scales and experts have more.
+        if not same or any(leaf.ndim > 1 for leaf in more) or target.config.family == "gemma4":
             raise ConfigError("--from-layers: layers of this target are not built as the head's")
-        nnx.update(ours, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(theirs)))
+
+
+def _copy_layers(head: DraftHead, target: Decoder) -> None:
+    """Copies the target's last layers to those of the head after its first, but for biases and sinks."""
+    _check_layers(head, target)
+    given = target.layers[len(target.layers) - len(head.layers) :]
+    for ours, theirs in zip(head.layers, given, strict=True):
+        copy = lambda path, _, found: found[path].astype(jnp.float32)
+        state = nnx.state(ours)
+        nnx.update(ours, jax.tree.map_with_path(partial(copy, found=_leaves(theirs)), state))
 
 
 def warm_start(params: Params, trained: Params) -> Params:
@@ -236,7 +264,7 @@ def training_batches(
         usual = batches(cut, size, run.seed)
     if options.long_text is None:
         return usual
-    longer = load_text_of(
+    longer = load_text(
         target, options.long_text, "train", options.max_temperature, flag="--long-text"
     )
     size = options.batch * text.tokens.shape[1] // longer.tokens.shape[1]
@@ -257,7 +285,7 @@ def make_task(
 ) -> tuple[Task, object]:
     """The task, and the function that turns its parameters into a head; `init` is a head to start from."""
     _check(config, options)
-    stored = partial(load_text_of, target.config, options.continuations)
+    stored = partial(load_text, target.config, options.continuations)
     text, heldout = stored("train", options.max_temperature), stored("heldout")
     made = init_head(
         config, target, run.seed, from_layers=options.from_layers, hidden=options.hidden
@@ -292,7 +320,7 @@ def make_task(
     def evaluate(params):
         parts = []
         for i in range(0, count, size):
-            piece = Text(*(x[i : i + size] for x in heldout))
+            piece = rows_of(heldout, slice(i, i + size))
             parts.append(jax.device_get(evaluate_batch(params, weights, piece)))
         match, used, kl = (np.concatenate(x) for x in zip(*parts, strict=True))
         per_depth = lambda x: (x * used).sum((0, 2)) / np.maximum(used.sum((0, 2)), 1)

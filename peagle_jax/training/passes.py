@@ -120,6 +120,8 @@ def slot_is_trained(text: Text) -> jax.Array:
 
     Example: prompt 3, length 6 -> slots 2 and 3, the first two from which the engine would draft.
     """
+    if text.answer is not None:
+        return _ahead(text.answer, 1) & _ahead(text.answer, 2)
     p = jnp.arange(text.tokens.shape[1])
     return (p + 1 >= text.prompt[:, None]) & (p + 2 <= text.length[:, None] - 1)
 

@@ -34,7 +34,7 @@ from peagle_jax.training.passes import (
     slot_is_trained,
     text_rows,
 )
-from peagle_jax.training.stored_text import batches, load_text_of
+from peagle_jax.training.stored_text import batches, load_text, rows_of
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.texts import blocks_of
 from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
@@ -118,7 +118,7 @@ def _deep_rows(
 ) -> _Deep:
     """The head's deep rows over a batch; the first texts of a random order are read to greater depths."""
     order = jax.random.permutation(key, len(text.tokens))
-    text = Text(*(x[order] for x in text))
+    text = rows_of(text, order)
     run = run_target(target, text, _taps(head, target))
     blocks = blocks_of(len(text.tokens), options.num_depths, _RATE, _MIN_RATE)
     passes = options.passes(options.num_depths)
@@ -207,7 +207,7 @@ def _evaluation(evaluate_batch, heldout: Text, options: SelectorOptions) -> dict
       evaluate_batch: function from texts to (`selected`, sum of the losses, sum of their weights).
     """
     size, count = _evaluated(options, heldout)
-    pieces = (Text(*(x[i : i + size] for x in heldout)) for i in range(0, count, size))
+    pieces = (rows_of(heldout, slice(i, i + size)) for i in range(0, count, size))
     parts = [jax.device_get(evaluate_batch(piece)) for piece in pieces]
     match, losses, counts = (np.stack(part) for part in zip(*parts, strict=True))
     match = match.reshape(count, *match.shape[2:])
@@ -238,7 +238,7 @@ def make_task(head: DraftHead, target: Decoder, options: SelectorOptions, run: R
         raise ConfigError("a selector belongs to a P-EAGLE head: EAGLE-3 sees its earlier drafts")
     if any(head.config.sliding_windows or ()):
         raise ConfigError("a selector cannot be trained for a head with sliding windows")
-    stored = partial(load_text_of, target.config, options.continuations)
+    stored = partial(load_text, target.config, options.continuations)
     text, heldout = stored("train", options.max_temperature), stored("heldout")
     rows = len(text.tokens)
     if rows < options.batch or not _evaluated(options, heldout)[1]:

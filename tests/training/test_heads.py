@@ -100,11 +100,23 @@ def test_deep_layers_can_start_as_the_targets_last_ones():
     assert (head.first.mlp.down.weight[...] == fresh.first.mlp.down.weight[...]).all()
 
 
+@pytest.mark.parametrize("family", ["qwen2", "llama with biases", "mistral"])
+def test_a_head_starts_from_layers_without_their_biases(family):
+    target = tiny.target(**tiny.TARGETS[family])
+    config = dataclasses.replace(tiny.HEAD, own_embedding=True, own_lm_head=True)
+    assert drafter.can_copy_layers(config, target)
+    head = drafter.init_head(config, target, 0, from_layers=True)
+    for name in ("qkv", "out"):
+        ours, theirs = (getattr(m.layers[-1].attention, name) for m in (head, target))
+        np.testing.assert_array_equal(ours.weight[...], theirs.weight[...])
+        assert ours.bias is None
+
+
 @pytest.mark.parametrize(
     ("family", "changed", "says"),
     [
-        ("qwen2", dict(), "not built as"),  # biases
         ("qwen3_moe", dict(qk_norm=True), "not built as"),
+        ("gemma4", dict(qk_norm=True), "not built as"),
         ("llama", dict(num_layers=5), "4 layers after the head's first, 3 of the target"),
         ("llama", dict(num_layers=1), "0 layers after"),
         ("llama", dict(intermediate_size=64), "not built as"),
@@ -115,3 +127,4 @@ def test_a_head_starts_from_layers_of_its_own_form_alone(family, changed, says):
     config = dataclasses.replace(tiny.HEAD, own_embedding=True, own_lm_head=True, **changed)
     with pytest.raises(ConfigError, match=says):
         drafter.init_head(config, target, 0, from_layers=True)
+    assert not drafter.can_copy_layers(config, target)
