@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from bench import rows
 from bench.commands.headroom import Options
-from bench.sweep import Models, prompt_set
+from bench.sweep import Models, check_rounds, prompt_set
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
 from peagle_jax import runs
@@ -133,7 +133,7 @@ def _options(head: DraftHead, dtype: str, num_draft: int) -> DrafterOptions:
     windows = head.config.sliding_windows
     return DrafterOptions(
         continuations=Path(), batch=1, num_depths=num_draft, rate=1.0, min_rate=0.0, step_decay=1.0,
-        freeze_lm_head=False, dtype=dtype, attention="auto", query_chunk=None, loss_chunk=1,
+        dtype=dtype, attention="auto", query_chunk=None, loss_chunk=1,
         eval_sequences=1, num_draft=num_draft,
         elements="texts" if windows is None or not any(windows) else "anchors",
     )  # fmt: skip
@@ -265,7 +265,11 @@ def headroom(options: Options, environment: dict) -> list[dict]:
     done = []
     for spec in options.sets:
         name, prompts = prompt_set(
-            spec, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=options.num_prompts
+            spec,
+            models.tokenizer,
+            prompt_tokens=options.prompt_tokens,
+            limit=options.num_prompts,
+            chat=models.uses_chat(options),
         )
         stored = None if options.texts is None else options.texts / f"{name}.npz"
         text = stored_texts(stored, partial(greedy_texts, models, prompts, options))
@@ -274,6 +278,7 @@ def headroom(options: Options, environment: dict) -> list[dict]:
                 found = measure(
                     models.target, head, text, num_draft=num_draft, dtype=models.dtype, bucket=128
                 )
+                check_rounds(dict(set=name, method=method, rounds=len(found.walk().text)))
                 row = dict(
                     kind="headroom",
                     **models.identity(
