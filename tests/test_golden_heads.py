@@ -159,7 +159,7 @@ def test_the_engine_drafts_step_by_step_with_the_golden_logits(autoregressive):
 def options(K: int) -> training.DrafterOptions:
     return training.DrafterOptions(
         continuations=Path(), batch=1, num_depths=K, rate=0.7, min_rate=0.2, step_decay=1.0,
-        freeze_lm_head=False, dtype="float32", attention="xla", query_chunk=None, loss_chunk=16,
+        dtype="float32", attention="xla", query_chunk=None, loss_chunk=16,
         eval_sequences=1, num_draft=K,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -148,8 +148,13 @@ def head_config(
     intermediate_size: int | None = None,
     mask_token_id: int | None = None,
     qk_norm: bool = False,
+    share: Collection[str] = (),
 ) -> DrafterConfig:
-    """A new head in the target's shape, by default with the layers and depths of the released ones."""
+    """A new head in the target's shape, by default with the layers and depths of the released ones.
+
+    Args:
+      share: "embedding" and "unembedding": tables of the target that the head reads in place of its own.
+    """
     peagle = method == "peagle"
     return DrafterConfig(
         method=method,
@@ -167,8 +172,8 @@ def head_config(
         num_taps=len(taps or target.default_taps),
         taps=taps,
         mask_token_id=mask_token_id if peagle else None,
-        own_embedding=peagle,
-        own_lm_head=True,
+        own_embedding=peagle and "embedding" not in share,
+        own_lm_head="unembedding" not in share,
         trained_num_draft=depths or (8 if peagle else 7),
         qk_norm=qk_norm,
     )
@@ -219,7 +224,7 @@ def drafter_run(args) -> DrafterRun:
         method=args.method,
         taps=tuple(args.taps) if args.taps else None,
         mask_token_id=_mask_token(args, target.config) if peagle and args.init is None else 0,
-        **_pick(args, "layers depths intermediate_size"),
+        **_pick(args, "layers depths intermediate_size share"),
     )
     from_layers = args.from_layers
     if from_layers is None:
@@ -231,9 +236,9 @@ def drafter_run(args) -> DrafterRun:
         config = _grown_config(args, config, init.config)
     run = _run_config(args)
     names = (
-        "batch rate min_rate freeze_lm_head dtype attention query_chunk loss_chunk eval_sequences "
+        "batch rate min_rate dtype attention query_chunk loss_chunk eval_sequences "
         "num_draft loss sharpen segments repeat_weight anchors max_temperature noise "
-        "long_text long_every freeze_embedding hidden text_length"
+        "long_text long_every hidden text_length"
     )
     by_anchors = not peagle or args.segments > 1 or args.query_chunk
     elements = args.elements or ("anchors" if by_anchors else "texts")
@@ -339,7 +344,8 @@ def _plan_of(args, config: TargetConfig, held: int, *, rows: int, heldout: int):
 
     sizes = dict(length=args.length, step_tokens=args.step_tokens, epochs=args.epochs)
     shape = recipe.shape_of(config, rows=rows, heldout=heldout, **sizes)
-    head = head_config(config, method=args.method, layers=args.layers, mask_token_id=0)
+    names = "method layers share"
+    head = head_config(config, mask_token_id=0, **_pick(args, names))
     return recipe.Plan(target=config, head=head, shape=shape, target_bytes=held)
 
 
@@ -361,6 +367,8 @@ def _head(args) -> None:
     held = sum(file.stat().st_size for file in args.target.glob("*.safetensors"))
     plan = _plan_of(args, config, held, rows=rows, heldout=heldout)
     print(plan.report(None), flush=True)
+    if args.answers_only:
+        return
     made = args.out / "head"
     run(parser().parse_args([*recipe.drafter_line(args, plan, sizes["dtype"]), "--out", str(made)]))
     if args.selector and args.method == "peagle":

@@ -69,9 +69,9 @@ def _parallel_outcome(head, target, run: Run, valid, options: DrafterOptions, ke
     return compare(head, target, run, options, rows), elements.depth[None]
 
 
-def head_loss(merge, frozen, taps, options: DrafterOptions, params, target: Decoder, text, key):
+def head_loss(merge, taps, options: DrafterOptions, params, target: Decoder, text, key):
     """The training loss of either method; see `trainer.Task`."""
-    head = merge(cast({**frozen, **params}, options.dtype))
+    head = merge(cast(params, options.dtype))
     if options.elements == "texts":
         # The first texts are trained to the greatest depth: shuffle them.
         key, shuffle = jax.random.split(key)
@@ -108,11 +108,11 @@ def all_rows(head, target: Decoder, run: Run, valid, options: DrafterOptions) ->
     return Rows(*(by_text(x).reshape(B, -1, *x.shape[2:]) for x in rows))
 
 
-def evaluate_rows(merge, frozen, taps, options: DrafterOptions, params, target: Decoder, text):
+def evaluate_rows(merge, taps, options: DrafterOptions, params, target: Decoder, text):
     """Every anchor at every depth: (match, used, kl), each [B, num_depths, S]."""
     # The same metric for all training losses.
     options = replace(options, loss="kl", sharpen=1.0, weights="depth", repeat_weight=1.0)
-    head = merge(cast({**frozen, **params}, options.dtype))
+    head = merge(cast(params, options.dtype))
     run = run_target(target, text, taps)
     valid = slot_is_trained(text)
     rows = all_rows(head, target, run, valid, options)
@@ -134,8 +134,8 @@ def init_head(
     With `from_layers` its layers after the first start as the target's last ones, in their order. `hidden`
     names the states of its mask rows.
     """
-    if config.draft_vocab_size != config.vocab_size or not config.own_lm_head:
-        raise ConfigError("training keeps the full vocabulary and an lm_head of the head's own")
+    if config.draft_vocab_size != config.vocab_size:
+        raise ConfigError("training keeps the full vocabulary")
     if config.hidden_size != target.config.hidden_size:
         raise ConfigError("the head must be as wide as the target: it starts from its embedding")
     check_fit(
@@ -149,7 +149,8 @@ def init_head(
     if head.embed is not None:
         head.embed.weight[...] = target.embed.weight[...].astype(jnp.float32)
         head.embed = TrainedEmbed(head.embed)
-    head.lm_head.weight[...] = unembedding(target).astype(jnp.float32)
+    if head.lm_head is not None:
+        head.lm_head.weight[...] = unembedding(target).astype(jnp.float32)
     head.norm.weight[...] = target.norm.weight[...].astype(jnp.float32)
     if from_layers:
         _copy_layers(head, target)
@@ -223,8 +224,6 @@ def warm_start(params: Params, trained: Params) -> Params:
 
 def _check(config: DrafterConfig, options: DrafterOptions) -> None:
     """Raises `ConfigError` for options that do not fit the method or the head."""
-    if options.freeze_embedding and not config.own_embedding:
-        raise ConfigError("--freeze-embedding is for P-EAGLE; EAGLE-3 reads the target's embedding")
     if options.segments > 1 and config.method != "peagle":
         raise ConfigError("--segments cuts the elements of P-EAGLE; EAGLE-3 has none")
     if options.anchors and config.method == "peagle" and options.elements != "texts":
@@ -293,9 +292,6 @@ def make_task(
     params, merge = split_model(made)
     if init is not None:
         params = warm_start(params, split_model(init)[0])
-    kept = dict(lm_head=options.freeze_lm_head, embed=options.freeze_embedding)
-    frozen = {n: p for n, p in params.items() if kept.get(n.split(".")[0])}
-    params = {n: p for n, p in params.items() if n not in frozen}
     taps = config.taps or target.config.default_taps
     weights, merge_target = split_model(target)
     rows = len(text.tokens)
@@ -303,12 +299,12 @@ def make_task(
         raise ConfigError(f"{rows} continuations are fewer than --batch {options.batch}")
 
     def loss(params, weights, text, key):
-        return head_loss(merge, frozen, taps, options, params, merge_target(weights), text, key)
+        return head_loss(merge, taps, options, params, merge_target(weights), text, key)
 
     @jax.jit
     def evaluate_batch(params, weights, text):
         with dispatch.references(rounded=True):  # as in training
-            return evaluate_rows(merge, frozen, taps, options, params, merge_target(weights), text)
+            return evaluate_rows(merge, taps, options, params, merge_target(weights), text)
 
     size = max(1, options.batch // 4)
     count = min(options.eval_sequences, len(heldout.tokens)) // size * size
@@ -342,4 +338,4 @@ def make_task(
         evaluate=evaluate,
         tokens_per_step=options.batch * text.tokens.shape[1],
     )
-    return task, lambda params: merge({**frozen, **params})
+    return task, lambda params: merge(params)

@@ -261,6 +261,13 @@ def _add_law(parser) -> None:
     law.add_argument("--num-draft", type=int, default=7, help="drafts per round in the evaluation")
 
 
+def _add_share(parser) -> None:
+    parser.add_argument(
+        "--share", nargs="+", choices=("embedding", "unembedding"), default=[],
+        help="tables of the target that the head reads and does not train: a smaller head (default: none)",
+    )  # fmt: skip
+
+
 def _add_drafter(commands):
     parser = commands.add_parser("drafter", help="train a draft head on the target's text")
     parser.add_argument("--method", choices=("peagle", "eagle3"), required=True)
@@ -291,12 +298,7 @@ def _add_drafter(commands):
     shape.add_argument(
         "--mask-token-id", type=int, help="peagle; default: a reserved token of the target"
     )
-    shape.add_argument(
-        "--freeze-lm-head", action="store_true", help="keep the target's unembedding"
-    )
-    shape.add_argument(
-        "--freeze-embedding", action="store_true", help="peagle: keep the target's embedding"
-    )
+    _add_share(shape)
     shape.add_argument(
         "--hidden",
         choices=("shared", "depth", "token", "both", "mix"),
@@ -369,6 +371,7 @@ def _add_synthesize(commands):
 def _add_head_shape(parser) -> None:
     parser.add_argument("--method", choices=("peagle", "eagle3"), default="peagle")
     parser.add_argument("--layers", type=int, help="default 4 for peagle, 1 for eagle3")
+    _add_share(parser)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a training row")
     parser.add_argument("--step-tokens", type=int, default=16_384, help="tokens of a step")
     parser.add_argument("--epochs", type=float, default=6.0, help="passes over the texts")
@@ -387,6 +390,9 @@ def _add_head(commands):
     _add_head_shape(parser)
     parser.add_argument(
         "--minutes", type=float, help="of training, instead of --epochs; answers take their time"
+    )
+    parser.add_argument(
+        "--answers-only", action="store_true", help="stop before the training, after the plan"
     )
     parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
     parser.add_argument(

@@ -50,7 +50,6 @@ class DrafterOptions:
     rate: float
     min_rate: float
     step_decay: float  # depth d (EAGLE-3: unrolled step d) weighs step_decay**d
-    freeze_lm_head: bool
     dtype: str
     attention: attention.Backend
     query_chunk: int | None
@@ -72,7 +71,6 @@ class DrafterOptions:
     long_text: Path | None = None  # texts of another length, for every `long_every`-th step
     long_every: int = 4
     from_layers: bool = False  # the head's layers after the first start as the target's last ones
-    freeze_embedding: bool = False  # P-EAGLE: the embedding stays the target's
     hidden: Hidden = "shared"  # P-EAGLE by texts: states of the mask rows
 
     def __post_init__(self):
@@ -179,13 +177,19 @@ def _teacher(head, target: Decoder, run: Run, options: DrafterOptions, at: jax.A
     return Distribution(normed[at], weight, options.sharpen, cap)
 
 
+def student_weight(head: DraftHead, target: Decoder) -> jax.Array:
+    """[V, D], of the head's logits; the target's is not trained."""
+    weight = head.unembedding(target)
+    return jax.lax.stop_gradient(weight) if head.lm_head is None else weight
+
+
 def compare(head, target: Decoder, run: Run, options: DrafterOptions, rows: Rows) -> Outcome:
     """Distils the head's rows towards the target's distributions, or the text's tokens."""
     shape, flat = rows.used.shape, lambda x: x.reshape(-1, *x.shape[2:])
     importance = flat(rows.importance)
     result = distill(
         flat(head.norm(rows.out)),
-        head.lm_head.weight[...],
+        student_weight(head, target),
         _teacher(head, target, run, options, flat(rows.at)),
         importance,
         options.loss_chunk,
@@ -283,16 +287,18 @@ def text_rows(
     at = text + jnp.minimum(slots + 1, S - 1)
     rows = Rows(out, at, used, used * weight)
     if options.weights == "dpace":
-        paces = _paces(head, run, blocks, options, rows)
+        paces = _paces(head, target, run, blocks, options, rows)
         rows = rows._replace(importance=rows.importance * paces)
     return rows
 
 
-def _paces(head, run: Run, blocks: Blocks, options: DrafterOptions, rows: Rows) -> jax.Array:
+def _paces(
+    head, target, run: Run, blocks: Blocks, options: DrafterOptions, rows: Rows
+) -> jax.Array:
     """D-PACE weights of the rows [R, S], from the head's probabilities of the text's tokens."""
     probs = label_probabilities(
         jax.lax.stop_gradient(head.norm(rows.out).reshape(-1, rows.out.shape[-1])),
-        jax.lax.stop_gradient(head.lm_head.weight[...]),
+        jax.lax.stop_gradient(student_weight(head, target)),
         _ahead(run.tokens, 1).reshape(-1)[rows.at.reshape(-1)],
         options.loss_chunk,
     )

@@ -52,6 +52,7 @@ def learning_rate(hidden_size: int) -> float:
 def drafter_line(args, plan: "Plan", dtype: str) -> list[str]:
     """Command line of the stage `drafter`; what the ablations chose is its default (docs/training.md)."""
     own = dict(method=args.method, layers=args.layers, mask_token_id=args.mask_token_id)
+    own |= dict(anchors=args.length // 2)
     share = 1 - SELECTOR_SHARE if args.selector and args.method == "peagle" else 1.0
     return _line("drafter", args, plan, dtype, learning_rate(plan.target.hidden_size), share, own)
 
@@ -76,8 +77,9 @@ def _line(
         log_every=min(50, every),
         **(dict(steps=steps) if args.minutes is None else dict(minutes=share * args.minutes)),
     )  # fmt: skip
+    shared = ["--share", *args.share] if stage == "drafter" and args.share else []
     flags = ([f"--{k.replace('_', '-')}", str(v)] for k, v in given.items() if v is not None)
-    return [stage, *(word for flag in flags for word in flag)]
+    return [stage, *shared, *(word for flag in flags for word in flag)]
 
 
 def num_weights(model) -> int:
@@ -101,7 +103,8 @@ class Plan:
     def rows(self) -> float:
         """Rows of the head for each token: its own, and those of deeper drafts (rate 0.8, at least 0.2)."""
         kept = np.maximum(0.8 ** np.arange(self.head.trained_num_draft or 8), 0.2)
-        return float(kept.sum()) if self.head.method == "peagle" else len(kept)
+        deep = float(kept.sum()) if self.head.method == "peagle" else len(kept)
+        return 1 + 0.5 * (deep - 1)  # half of the anchors are picked
 
     def memory(self) -> dict[str, int]:
         """Bytes by what needs them."""
@@ -124,8 +127,8 @@ class Plan:
         """Of a step: the target's pass and its logits, the head's forward and backward pass and its logits."""
         target, head, tokens = self.target, self.head, self.shape.tokens
         table = target.vocab_size * target.hidden_size
-        inner = self.head_weights - head.draft_vocab_size * head.hidden_size
-        inner -= head.vocab_size * head.hidden_size if head.own_embedding else 0
+        tables = head.vocab_size * head.own_embedding + head.draft_vocab_size * head.own_lm_head
+        inner = self.head_weights - tables * head.hidden_size
         of_head = 6 * self.rows * (inner + head.draft_vocab_size * head.hidden_size)
         return tokens * (2 * (active_weights(target) + table) + of_head)
 

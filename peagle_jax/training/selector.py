@@ -62,7 +62,7 @@ class SelectorOptions:
         """Options of the head's pass over texts."""
         return DrafterOptions(
             continuations=self.continuations, batch=self.batch, num_depths=num_depths, rate=_RATE,
-            min_rate=_MIN_RATE, step_decay=1.0, freeze_lm_head=True, dtype=self.dtype,
+            min_rate=_MIN_RATE, step_decay=1.0, dtype=self.dtype,
             attention=self.attention, query_chunk=None, loss_chunk=self.loss_chunk,
             eval_sequences=self.eval_sequences, num_draft=self.num_draft, elements="texts",
             repeat_weight=self.repeat_weight,

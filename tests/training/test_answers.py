@@ -174,7 +174,7 @@ def test_prompts_become_a_head_that_is_lossless_and_a_killed_run_goes_on(folder,
     prompts = jsonl(tmp_path / "prompts.jsonl", *rows, dict(messages=CHAT))
     line = (
         f"head --target {folder} --prompts {prompts} --out {tmp_path}/run --length 48 --max-tokens 12 "
-        "--step-tokens 96 --epochs 1 --layers 1 --concurrency 2 --num-heldout 2"
+        "--step-tokens 96 --epochs 1 --layers 1 --concurrency 2 --num-heldout 2 --share embedding unembedding"
     ).split()
     assert command.main(line) == 0
     assert "GiB  in all" in capsys.readouterr().out

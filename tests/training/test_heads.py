@@ -23,7 +23,7 @@ def _run(target, text):
 def _options(**fields):
     base = dict(
         continuations=None, batch=2, num_depths=4, rate=0.7, min_rate=0.3, step_decay=1.0,
-        freeze_lm_head=False, dtype="float32", attention="xla", query_chunk=None, loss_chunk=16,
+        dtype="float32", attention="xla", query_chunk=None, loss_chunk=16,
         eval_sequences=2, num_draft=3,
     )  # fmt: skip
     return passes.DrafterOptions(**(base | fields))
