@@ -163,8 +163,10 @@ class Tokenizer:
         # The template already contains the BOS token if the model needs one.
         return self.encode(self.chat_text(messages, **variables), special=False)
 
-    def chat_text(self, messages: Sequence[Mapping[str, object]], **variables) -> str:
-        """Text of a conversation through the model's chat template, ready for the reply.
+    def chat_text(
+        self, messages: Sequence[Mapping[str, object]], *, open_reply: bool = True, **variables
+    ) -> str:
+        """Text of a conversation through the model's chat template, by default with the beginning of a reply.
 
         Args:
           messages: `{"role": "system", "user" or "assistant", "content": text}`, oldest first; also
@@ -179,7 +181,7 @@ class Tokenizer:
             template = self._chat_template
         try:
             return template.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False, **variables
+                list(messages), add_generation_prompt=open_reply, tokenize=False, **variables
             )
         except Exception as error:  # a template is a program of the model's author
             raise ConfigError(f"the chat template failed: {error}") from error

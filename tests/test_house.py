@@ -41,11 +41,11 @@ ORDER = [
     "training.exercises.combining", "training.exercises.dictionaries", "training.exercises.digits", "training.exercises.number_keys",
     "training.exercises.number_lists", "training.exercises.parsing", "training.exercises.recursions", "training.exercises.searching",
     "training.exercises.strings", "training.exercises.tables", "training.exercises.word_lists", "training.exercises.catalogue",
-    "training.exercises", "training.data", "training.stored_text", "training.cod", "training.attention",
+    "training.exercises", "training.data", "training.stored_text", "training.mask_token", "training.chats", "training.cod", "training.attention",
     "training.flash", "training.picked", "training.texts", "training.weights", "training.acceptance",
     "training.objective", "training.partition", "training.embedding", "training.curves", "training.budget",
     "training.trainer", "training.target", "training.mask_hidden", "training.passes", "training.drafter",
-    "training.selector", "training.continuations",
+    "training.answers", "training.synthesis", "training.recipe", "training.selector", "training.continuations",
     "training.__main__",
     "__main__", "__init__",
 ]  # fmt: skip
