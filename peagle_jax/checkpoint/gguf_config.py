@@ -111,18 +111,26 @@ def _embedding(file: GgufFile):
 
 def _token_ids(file: GgufFile, fields: Fields, config: dict) -> dict:
     """bos, and all ids that end a turn: the stated ones first, then control tokens by their spelling."""
-    stated = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    own = Fields(
+        {key: fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "eom")},
+        f"{file.path}: tokenizer.ggml",
+    )
+    ids = {key: own.count(key, least=0) for key, value in own.raw.items() if value is not None}
     tokens, types = (fields.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
     if not all(isinstance(one, list) for one in (tokens, types)):
         raise file.error("tokenizer.ggml.tokens and token_type must be lists")
+    if len(tokens) > config["vocab_size"]:
+        raise file.error(
+            f"names {len(tokens)} tokens; token_embd.weight has {config['vocab_size']} rows"
+        )
     spelled = [
         i
         for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
         if kind == CONTROL and token in _ENDS
     ]
-    ends = dict.fromkeys(token for token in [*stated, *spelled] if token is not None)
+    ends = dict.fromkeys([*(ids[key] for key in ("eos", "eot", "eom") if key in ids), *spelled])
     return {
-        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": ids.get("bos"),
         "eos_token_id": list(ends) or None,
     }
 
@@ -141,7 +149,11 @@ def _rope(own: Fields, head_dim: int) -> dict:
         for name in ("beta_fast", "beta_slow"):
             if own.get(f"rope.scaling.yarn_{name}") is not None:
                 scaling[name] = own.number(f"rope.scaling.yarn_{name}")
-    return {"rope_theta": own.number("rope.freq_base", 1e4), "rope_scaling": scaling}
+    return {"rope_theta": _theta(own, "rope.freq_base"), "rope_scaling": scaling}
+
+
+def _theta(own: Fields, key: str) -> float:
+    return own.number(key, 1e4, positive=True, above=1)
 
 
 def _head_dim(own: Fields, config: dict) -> int:
@@ -178,6 +190,8 @@ def _llama3(file: GgufFile, factors: np.ndarray, theta: float, head_dim: int) ->
     factor, low, high = float(factors.max(initial=1.0)), 1.0, 4.0
     if np.all(factors == 1):
         return None
+    if not (np.isfinite(factors) & (factors >= 1)).all():
+        raise file.error("rope_freqs.weight holds factors below 1 or not finite")
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     within = np.flatnonzero((factors > 1) & (factors < factor))
     original = 8192
@@ -251,10 +265,10 @@ def _gemma4(file: GgufFile, own: Fields, config: dict) -> dict:
         "rope_parameters": {
             FULL: {
                 "rope_type": "proportional",
-                "rope_theta": own.number("rope.freq_base"),
+                "rope_theta": _theta(own, "rope.freq_base"),
                 "partial_rotary_factor": float(rotated.mean()),
             },
-            SLIDING: {"rope_type": "default", "rope_theta": own.number("rope.freq_base_swa", 1e4)},
+            SLIDING: {"rope_type": "default", "rope_theta": _theta(own, "rope.freq_base_swa")},
         },
     }
 

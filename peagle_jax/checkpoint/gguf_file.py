@@ -229,6 +229,8 @@ def _entry(cursor: _Cursor) -> tuple[str, str, tuple[int, ...], int]:
     if axes > _MAX_AXES:
         raise cursor.error(f"tensor {name!r} has {axes} axes")
     shape = tuple(cursor.number("Q") for _ in range(axes))[::-1]
+    if 0 in shape:
+        raise cursor.error(f"tensor {name!r} has the shape {shape}")
     number, offset = cursor.number("I"), cursor.number("Q")
     known = _library().GGMLQuantizationType
     kind = known(number).name if number in set(known) else str(number)

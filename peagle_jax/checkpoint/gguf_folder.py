@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from peagle_jax.checkpoint.gguf_config import model_config
-from peagle_jax.checkpoint.gguf_file import open_gguf
+from peagle_jax.checkpoint.gguf_file import GgufFile, open_gguf
 from peagle_jax.checkpoint.gguf_tensors import DTYPES, FolderTensor, folder_tensors, matrix_dtype
 from peagle_jax.checkpoint.gguf_tokenizer import read_tokenizer
 from peagle_jax.checkpoint.safetensors import CheckpointError, TensorInfo, write_streamed
@@ -80,10 +80,7 @@ def _write(source: Path, folder: Path, dtype: str, progress: Callable[[int], Non
         if config["eos_token_id"] is not None:
             ends = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
             _write_json(folder / "generation_config.json", ends)
-        try:
-            _check(folder, tensors)
-        except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(folder), str(file.path))) from error
+        _check(file, folder, tensors)
         if (tokenizer := read_tokenizer(file)) is not None:
             (folder / "tokenizer.json").write_text(tokenizer[0], encoding="utf-8")
             _write_json(folder / "tokenizer_config.json", tokenizer[1])
@@ -106,11 +103,17 @@ def _write(source: Path, folder: Path, dtype: str, progress: Callable[[int], Non
         )
 
 
-def _check(folder: Path, tensors: list[FolderTensor]) -> None:
+def _check(file: GgufFile, folder: Path, tensors: list[FolderTensor]) -> None:
     """Refuses, before weights are written, a model that could not be loaded."""
     infos = {one.name: TensorInfo(one.name, one.dtype, one.shape, 0, 0) for one in tensors}
-    config = target_config(folder)
-    target_layout(config, infos).check(config.family)
+    try:
+        config = target_config(folder)
+        target_layout(config, infos).check(config.family)
+    except CheckpointError as error:
+        text = str(error).removeprefix(f"{folder}: ").replace(str(folder), str(file.path))
+        named = [one.source for one in tensors if one.name in text]
+        stored = [f"; stored as {one.name!r} ({one.type})" for one in named[:1]]
+        raise file.error("".join([text, *stored])) from error
 
 
 def _write_json(path: Path, content: dict) -> None:

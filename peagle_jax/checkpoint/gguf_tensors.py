@@ -68,11 +68,15 @@ _READ_BY_CONFIG = {"rope_freqs.weight"}
 
 @dataclass(frozen=True)
 class FolderTensor:
-    """A tensor to be written; `read` returns its numbers in any float dtype, packed MXFP4 as uint8."""
+    """A tensor to be written; `read` returns its numbers in any float dtype, packed MXFP4 as uint8.
+
+    `source` is the (first) tensor of the file that it is made of.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
+    source: GgufTensor
     read: Callable[[], np.ndarray]
 
 
@@ -106,7 +110,7 @@ def folder_tensors(file: GgufFile, config: dict, matrices: np.dtype) -> list[Fol
             read = partial(_unpermuted, file, tensor, config.get(heads))
         kept = tensor.type == "F32" and (len(tensor.shape) < 2 or ".ffn_gate_inp." in name)
         found.append(
-            FolderTensor(place, tensor.shape, DTYPES["float32"] if kept else matrices, read)
+            FolderTensor(place, tensor.shape, DTYPES["float32"] if kept else matrices, tensor, read)
         )
     return found
 
@@ -152,7 +156,7 @@ def _qwen3_experts(
     part, end = _EXPERTS.fullmatch(inner).groups()
     for i in range(tensor.shape[0] if len(tensor.shape) > 1 else 0):
         name = f"{base}.experts.{i}.{part}_proj.{end}"
-        yield FolderTensor(name, tensor.shape[1:], dtype, partial(tensor.floats, i))
+        yield FolderTensor(name, tensor.shape[1:], dtype, tensor, partial(tensor.floats, i))
 
 
 def _gpt_oss_experts(
@@ -179,21 +183,22 @@ def _gpt_oss_experts(
             f"{name}_bias",
             shape,
             DTYPES["float32"],
+            tensor,
             lambda: _alternating([x.floats() for x in found]),
         )
     elif _is_packed(file, layer):
         groups = columns[0] // 32
         yield FolderTensor(
-            f"{name}_blocks", (*shape[:2], groups, 16), np.dtype(np.uint8),
+            f"{name}_blocks", (*shape[:2], groups, 16), np.dtype(np.uint8), tensor,
             lambda: _alternating([_mxfp4(x)[0] for x in found]),
         )  # fmt: skip
         yield FolderTensor(
-            f"{name}_scales", (*shape[:2], groups), np.dtype(np.uint8),
+            f"{name}_scales", (*shape[:2], groups), np.dtype(np.uint8), tensor,
             lambda: _alternating([_mxfp4(x)[1] for x in found]),
         )  # fmt: skip
     else:
         yield FolderTensor(
-            name, (experts, *columns, shape[1]), dtype,
+            name, (experts, *columns, shape[1]), dtype, tensor,
             lambda: _alternating([x.floats() for x in found]).swapaxes(1, 2),
         )  # fmt: skip
 

@@ -162,6 +162,8 @@ def _merges(fields: Fields) -> list[tuple[str, str]]:
 def _sentencepiece(file: GgufFile, fields: Fields, vocab: dict[str, int]) -> Tokenizer:
     """BPE whose merges are all pairs of tokens that make a token, the best score first."""
     scores = fields.items("scores")
+    if len(scores) <= max(vocab.values(), default=-1):
+        raise ValueError("scores is not as long as tokens")
     pairs = []
     for token, i in vocab.items():
         halves = [(token[:at], token[at:]) for at in range(1, len(token))]
