@@ -15,6 +15,7 @@ from gguf import GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from safetensors.numpy import load_file
 
+from convert.__main__ import main
 from peagle_jax.checkpoint import gguf_config, gguf_tensors, load_target
 from peagle_jax.checkpoint.fields import read_config
 from peagle_jax.checkpoint.gguf_file import TYPES, open_gguf
@@ -373,3 +374,15 @@ def test_a_folder_that_exists_is_left_alone(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(CheckpointError, match="exists"):
         converted(tmp_path, "qwen3")
+
+
+def test_the_command_writes_a_folder_or_one_line(tmp_path, capsys):
+    file, folder = tmp_path / "model.gguf", tmp_path / "folder"
+    write_golden("qwen3", file)
+    assert main(["gguf", str(file), str(folder), "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out.startswith(f"{folder}: 0.")
+    assert target_config(folder).family == "qwen3"
+    file.write_bytes(file.read_bytes()[:5000])
+    assert main(["gguf", str(file), str(tmp_path / "other")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"peagle-convert: error: {file}: truncated")
