@@ -35,7 +35,7 @@ def folder_of(source: Path) -> Path:
     state = f"{source.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
     folder = cache / f"{source.stem}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
     if not folder.is_dir():
-        _log.warning("%s: is converted once, to %s", source, folder)
+        _log.warning("converting %s once, to %s", source, folder)
         write_folder(source, folder)
     return folder
 

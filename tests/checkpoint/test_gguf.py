@@ -124,6 +124,7 @@ def _blocks(tensor) -> np.ndarray:
     return tensor.data.reshape(experts, rows, columns // 32, 17)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_changes_what_transformers_computed(tmp_path, monkeypatch, rule):
     name, break_it = BROKEN[rule]
