@@ -59,7 +59,7 @@ _CLASSES = {
 }
 
 _READ_BELOW = {
-    "vocab_size", "attention.value_length", "attention.value_length_swa",
+    "vocab_size", "tensor_data_layout", "attention.value_length", "attention.value_length_swa",
     "attention.sliding_window_pattern", "rope.dimension_count", "rope.dimension_count_swa",
     "rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned",

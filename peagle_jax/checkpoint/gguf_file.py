@@ -79,14 +79,13 @@ def open_gguf(path: Path) -> Iterator[GgufFile]:
     Raises:
       CheckpointError: no GGUF file or a damaged one, a missing part, or a type that is not supported.
     """
-    try:
-        if path.suffix not in ARCHIVES:
-            yield _read_parts(path)
-            return
-        with tempfile.TemporaryDirectory(prefix="peagle-gguf-") as folder:
-            yield _read_parts(_unpacked(path, Path(folder)))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+    with tempfile.TemporaryDirectory(prefix="peagle-gguf-") as folder:
+        try:
+            is_archive = path.suffix in ARCHIVES
+            file = _read_parts(_unpacked(path, Path(folder)) if is_archive else path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+        yield file
 
 
 def _unpacked(archive: Path, folder: Path) -> Path:

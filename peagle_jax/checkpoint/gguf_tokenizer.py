@@ -19,7 +19,7 @@ from peagle_jax.checkpoint.fields import Fields
 from peagle_jax.checkpoint.gguf_config import CONTROL
 from peagle_jax.checkpoint.gguf_file import GgufFile
 
-_USER_DEFINED, _UNUSED = 4, 5
+_UNKNOWN, _USER_DEFINED, _UNUSED = 2, 4, 5
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -88,9 +88,9 @@ def read_tokenizer(file: GgufFile) -> tuple[str, dict] | None:
     except Exception as error:  # the Rust side raises plain Exception
         raise file.error(f"tokenizer.ggml: {error}") from error
     added = [
-        AddedToken(token, normalized=False, special=one == CONTROL)
+        AddedToken(token, normalized=False, special=one != _USER_DEFINED)
         for token, one in zip(tokens, types, strict=True)
-        if one in (CONTROL, _USER_DEFINED)
+        if one in (_UNKNOWN, CONTROL, _USER_DEFINED)
     ]
     tokenizer.add_tokens(added)
     settings = _settings(file, fields, tokens)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from gguf import GGUFWriter
+from gguf import GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES
 from safetensors.numpy import load_file
 
@@ -140,6 +140,18 @@ def test_unbroken_logits_are_those_of_transformers(tmp_path):
     want = load_file(GOLDEN / "expected" / "llama.safetensors")
     got = logits(converted(tmp_path, "llama"), want["tokens"])
     np.testing.assert_allclose(got, want["logits"], atol=LOGITS_ATOL)
+
+
+def test_a_layer_with_experts_of_another_type_is_unpacked(tmp_path):
+    def change(tensors):
+        packed = tensors["blk.2.ffn_down_exps.weight"]
+        tensors["blk.2.ffn_down_exps.weight"] = quants.dequantize(packed, Type.MXFP4)
+
+    want = load_file(GOLDEN / "expected" / "gpt_oss-mxfp4.safetensors")
+    folder = converted(tmp_path, "gpt_oss-mxfp4", change=change)
+    packed = [name for name in Checkpoint(folder).names() if name.endswith("gate_up_proj_blocks")]
+    assert len(packed) == 7
+    np.testing.assert_allclose(logits(folder, want["tokens"]), want["logits"], atol=LOGITS_ATOL)
 
 
 def half(block: bytes, at: int) -> float:
