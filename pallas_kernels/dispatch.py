@@ -60,7 +60,7 @@ def references(*, rounded: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_served() -> Iterator[None]:
-    """Undoes `references`: for a part of a training step that has no gradients, as a frozen model."""
+    """Undoes `references`, for a part of a training step without gradients: a frozen model."""
     tokens = _referring.set(False), _rounding.set(False)
     try:
         yield
