@@ -281,7 +281,7 @@ def test_a_plot_holds_the_digest_of_its_rows(tmp_path):
     cells = [ablation_row(*given) for given in ((100, 5), (200, 5), (200, 7))]
     served = row(
         "served", "peagle", 7, model=headline.SHAPE, protocol="grpc", rate=None, duration=None, prompt_tokens=512,
-        synthetic_acceptance_length=3.1, bare_tokens_per_second=110.0, served_over_bare=0.9,
+        synthetic_acceptance_length=3.1, bare_tokens_per_second=110.0, served_over_bare=0.9, api_processes=1,
     )  # fmt: skip
     others = [*by_load, reference("peagle", 7, 1), *lengths, *cells, served]
     some = report.newest([*SHAPES, *ROWS, *others])
