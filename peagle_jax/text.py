@@ -204,6 +204,17 @@ class Tokenizer:
         return "\n".join(template for template in templates if isinstance(template, str))
 
     @property
+    def description(self) -> dict:
+        """tokenizer_config.json with its chat template; special tokens are strings."""
+        settings = {
+            name: value["content"] if isinstance(value, dict) and "content" in value else value
+            for name, value in self._settings.items()
+        }
+        if self.template_source:
+            settings.setdefault("chat_template", self.template_source)
+        return {"tokenizer_class": "PreTrainedTokenizerFast"} | settings
+
+    @property
     def response_template(self) -> dict | None:
         """The model's own description of its replies, for transformers' ResponseParser; None without one."""
         given = self._settings.get("response_template")

@@ -18,6 +18,7 @@ from serving.option_types import (
     Int,
     Mebibytes,
     MoreSeconds,
+    Origins,
     Port,
     PortOrNone,
     Schedule,
@@ -203,6 +204,12 @@ class Settings(BaseSettings):
         "(default: on loopback without tokens the names of this machine, else all)",
         metavar="NAMES",
     )
+    allowed_origins: Origins | None = _option(
+        None,
+        "origins whose pages may use the HTTP port from a browser (CORS), separated by commas, such as "
+        "https://chat.example; * allows all (default: none but the server's own page)",
+        metavar="ORIGINS",
+    )
     max_connections: Count | None = _option(
         None,
         "most connections per port (default: as many as file descriptors allow, at most "
@@ -311,6 +318,11 @@ class Settings(BaseSettings):
         if self.allowed_hosts is not None:
             return [self.host, *(name.strip() for name in self.allowed_hosts.split(","))]
         return [self.host] if self.is_loopback and not self.auth_token_file else None
+
+    @property
+    def origins(self) -> list[str]:
+        """Origins whose pages may use the HTTP port."""
+        return [] if self.allowed_origins is None else self.allowed_origins.split(",")
 
     @property
     def offers_reflection(self) -> bool:

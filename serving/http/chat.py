@@ -66,7 +66,10 @@ class Message(Fields):
 
     role: str
     content: Annotated[
-        list[Part], FailFast(), BeforeValidator(check_length), WrapValidator(_text)
+        list[Part],
+        FailFast(),
+        BeforeValidator(check_length),
+        WrapValidator(_text, json_schema_input_type=str | list[Part]),
     ] = Field(None, validate_default=True)
     # Templates may use these.
     name: str | None = None

@@ -13,6 +13,7 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
+from pydantic.json_schema import SkipJsonSchema
 
 from peagle_jax.sampling_params import MAX_BIAS
 from serving.errors import ServiceError, invalid
@@ -116,7 +117,7 @@ def neutral(*values: object) -> Any:
             raise ValueError("this is not supported; leave it out")
         return value
 
-    return Annotated[Any, AfterValidator(check)]
+    return Annotated[Any, SkipJsonSchema(), AfterValidator(check)]
 
 
 def _listed(value: object) -> object:
@@ -149,6 +150,6 @@ Integers = Annotated[list[int], FailFast(), described("must be a list of integer
 Texts = Annotated[
     list[str],
     FailFast(),
-    BeforeValidator(_listed),
+    BeforeValidator(_listed, json_schema_input_type=str | list[str]),
     described("must be a string or a list of strings"),
 ]

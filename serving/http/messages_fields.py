@@ -31,7 +31,10 @@ def _as_blocks(value: object) -> object:
 
 
 TextBlocks = Annotated[
-    list[TextBlock], FailFast(), BeforeValidator(check_length), BeforeValidator(_as_blocks)
+    list[TextBlock],
+    FailFast(),
+    BeforeValidator(check_length),
+    BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock]),
 ]
 """Text, or a list of blocks of text."""
 
@@ -60,7 +63,10 @@ class Message(Fields):
 
     role: Annotated[Literal["user", "assistant"], described("must be user or assistant")]
     content: Annotated[
-        list[Block], FailFast(), BeforeValidator(check_length), BeforeValidator(_as_blocks)
+        list[Block],
+        FailFast(),
+        BeforeValidator(check_length),
+        BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
     ]
 
 

@@ -3,6 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast
+from pydantic.json_schema import SkipJsonSchema
 
 from serving.http.chat import check_length, check_messages
 from serving.http.fields import Fields, described, neutral, required
@@ -19,7 +20,7 @@ def _not_stored(*values: object) -> Any:
             raise ValueError(_NOT_STORED)
         return value
 
-    return Annotated[Any, BeforeValidator(check)]
+    return Annotated[Any, SkipJsonSchema(), BeforeValidator(check)]
 
 
 class Part(Fields):
@@ -37,7 +38,12 @@ def _as_parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-Parts = Annotated[list[Part], FailFast(), BeforeValidator(check_length), BeforeValidator(_as_parts)]
+Parts = Annotated[
+    list[Part],
+    FailFast(),
+    BeforeValidator(check_length),
+    BeforeValidator(_as_parts, json_schema_input_type=str | list[Part]),
+]
 
 
 class Item(Fields):
@@ -101,7 +107,7 @@ class ResponsesFields(Fields):
         FailFast(),
         BeforeValidator(check_length),
         BeforeValidator(check_messages),
-        BeforeValidator(_as_items),
+        BeforeValidator(_as_items, json_schema_input_type=str | list[Item]),
     ]
     instructions: str | None = None
     max_output_tokens: int | None = None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, FailFast, Field
+from pydantic.json_schema import SkipJsonSchema
 
 from peagle_jax import ConfigError
 from peagle_jax.structured import Structured
@@ -58,7 +59,7 @@ def guided(key: str) -> Any:
     def check(value: object) -> object:
         raise ValueError(f'is no longer used; send structured_outputs with "{key}"')
 
-    return Annotated[Any, BeforeValidator(check)]
+    return Annotated[Any, SkipJsonSchema(), BeforeValidator(check)]
 
 
 def format_names(field: str) -> dict[str, str]:
