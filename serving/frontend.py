@@ -194,7 +194,7 @@ class Frontend:
         tools: Sequence[Mapping] = (),
         **fields: str,
     ) -> list[int]:
-        """See `Encoder.chat`, whose `field` and `variables_field` are `fields`; raises as `encode` does."""
+        """See `Encoder.chat`, whose `field`, `variables_field` and `ending` are `fields`; raises as `encode` does."""
         async with self._limit_time():
             return await self._encoder.chat(messages, variables, tools=tools, **fields)
 
@@ -325,8 +325,7 @@ class Frontend:
     def _new_parser(self, ask: Ask) -> Callable[[], ReplyParser | None]:
         if not ask.wants_text:
             return lambda: None
-        given = (ask.prompt, ask.params.stop, ask.is_chat, ask.tools, ask.params.min_tokens)
-        return self.replies.parsers(Reply(*given))
+        return self.replies.parsers(Reply(ask.prompt, ask.is_chat, ask.tools, ask.params))
 
     def _check_state(self) -> None:
         if self.state is not State.SERVING:

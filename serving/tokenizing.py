@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from peagle_jax.config import ConfigError
-from peagle_jax.text import Tokenizer
+from peagle_jax.text import Ending, Tokenizer
 from serving.bounded_pool import BoundedPool
 from serving.errors import Code, ServiceError, invalid
 from serving.limits import Limits
@@ -19,7 +19,14 @@ _MAX_WAITING_CHATS = 1024  # short ones
 _NO_VARIABLES = {
     *("self", "messages", "conversation", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
-    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tools"),
+    *(
+        "ending",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tools",
+    ),
     "tokenizer_kwargs",
 }
 """Arguments of transformers' functions that apply a chat template. Clients may not set them."""
@@ -80,11 +87,13 @@ class Encoder:
         tools: Sequence[Mapping] = (),
         field: str,
         variables_field: str = "chat_template_kwargs",
+        ending: Ending = "reply",
     ) -> list[int]:
         """Token ids of a conversation through the model's chat template; raises as `encode` does.
 
         Args:
           variables: for the template; `variables_field` is the client's name of them.
+          ending: as `Tokenizer.chat_text` takes it.
         """
         tokenizer = self._required(field)
         messages = [_known_role(one, tokenizer.template_source) for one in messages]
@@ -98,7 +107,7 @@ class Encoder:
 
         def encode() -> list[int]:
             given = {"tools": list(tools)} if tools else {}
-            text = tokenizer.chat_text(messages, **variables, **given)
+            text = tokenizer.chat_text(messages, ending=ending, **variables, **given)
             self._check_size(len(text), field)
             # The template writes special tokens itself.
             return tokenizer.encode(text, special=False)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, WrapValidator
 
+from peagle_jax.text import Ending
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.dialect import OPENAI
@@ -98,7 +99,30 @@ class Message(Fields):
         return {"role": self.role, "content": self.content, **given}
 
 
-class ChatFields(SharedFields, ToolFields):
+class TemplateFields(ToolFields):
+    """Fields of a request about the chat template."""
+
+    chat_template_kwargs: dict[str, object] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: neutral() = None
+
+    @property
+    def ending(self) -> Ending:
+        """How the prompt ends.
+
+        Raises:
+          ServiceError: INVALID_ARGUMENT; the fields contradict each other.
+        """
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                rule = "a reply cannot begin within a message; leave add_generation_prompt out"
+                raise invalid("continue_final_message", rule)
+            return "continued"
+        return "closed" if self.add_generation_prompt is False else "reply"
+
+
+class ChatFields(SharedFields, TemplateFields):
     """Fields of a request."""
 
     messages: Annotated[
@@ -108,7 +132,6 @@ class ChatFields(SharedFields, ToolFields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, object] | None = None
     reasoning_effort: str | None = None
 
     functions: neutral([]) = None
@@ -118,10 +141,7 @@ class ChatFields(SharedFields, ToolFields):
     prediction: neutral() = None
     verbosity: neutral("medium") = None
     web_search_options: neutral() = None
-    add_generation_prompt: neutral(True) = None
-    continue_final_message: neutral(False) = None
     add_special_tokens: neutral(False) = None
-    chat_template: neutral() = None
     documents: neutral() = None
     include_reasoning: neutral(True) = None
     echo: neutral(False) = None
@@ -221,6 +241,9 @@ class Chat(Route[ChatFields]):
         ]
         if frontend.replies.name == "harmony":
             messages = [_with_thinking(message) for message in messages]
+            if not fields.skip_special_tokens:
+                rule = "must be true: special tokens of this model mark the parts of a reply"
+                raise invalid("skip_special_tokens", rule)
         variables = dict(fields.chat_template_kwargs or {})
         if fields.reasoning_effort is not None:
             variables["reasoning_effort"] = fields.reasoning_effort
@@ -239,9 +262,13 @@ class Chat(Route[ChatFields]):
             spelling=spelling,
         )
 
+        ending = fields.ending
+
         async def encode() -> Ask:
             field = spelling["prompt"]
-            prompt = await frontend.chat(messages, variables, tools=tools, field=field)
+            prompt = await frontend.chat(
+                messages, variables, tools=tools, field=field, ending=ending
+            )
             return replace(ask, prompt=prompt)
 
         return Conversation(encode, options, is_parallel=fields.parallel_tool_calls)

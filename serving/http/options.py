@@ -48,6 +48,8 @@ class SharedFields(Fields):
     seed: int | None = None
     stop: Texts = ()
     stop_token_ids: Integers = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     num_speculative_tokens: int | None = None
     cache_salt: Annotated[str, AfterValidator(_salt)] | None = None
@@ -72,8 +74,6 @@ class SharedFields(Fields):
     length_penalty: neutral(1) = None
     best_of: neutral(1) = None
     use_beam_search: neutral(False) = None
-    include_stop_str_in_output: neutral(False) = None
-    skip_special_tokens: neutral(True) = None
     spaces_between_special_tokens: neutral(True, False) = None  # has no effect on fast tokenizers
     truncate_prompt_tokens: neutral() = None
     prompt_logprobs: neutral() = None
@@ -173,6 +173,8 @@ def read_params(
         seed=fields.seed,
         stop=fields.stop,
         stop_ids=fields.stop_token_ids,
+        include_stop_str_in_output=fields.include_stop_str_in_output,
+        skip_special_tokens=fields.skip_special_tokens,
         ignore_eos=fields.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

@@ -89,10 +89,14 @@ def make_engine(tokenizer: Tokenizer, end: str = END, **sizes) -> Engine:
 
 
 class Scripted:
-    """A server and the script of its model."""
+    """A server and the script of its model; `special` and `tokens` are as `make_tokenizer` takes them."""
 
-    def __init__(self, folder, **options):
-        self.tokenizer = make_tokenizer(folder, TEMPLATE, eos_token=END)
+    def __init__(
+        self, folder, *, special: Sequence[str] = (), tokens: Sequence[str] = (), **options
+    ):
+        self.tokenizer = make_tokenizer(
+            folder, TEMPLATE, special=special, tokens=tokens, eos_token=END
+        )
         engine = make_engine(self.tokenizer)
         self.script = Script(engine, [])
         self.live = LiveServer(engine, http=True, **options)
