@@ -42,6 +42,10 @@ class Admission:
         if (ask.caller, ask.request_id) in self._by_id:
             raise id_is_taken(ask)
         self.check_count(ask)
+        least = self.limits.min_priority
+        if ask.priority < least:
+            rule = f"{ask.priority} must be {least} or more (--min-priority)"
+            raise invalid(ask.spelling.get("priority", "priority"), rule)
         try:
             self._validate(ask.prompt, ask.params)
         except ConfigError as error:

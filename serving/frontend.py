@@ -30,7 +30,8 @@ from serving.jobs import jobs_of
 from serving.limits import Limits
 from serving.memory import MemoryReturn
 from serving.messages import Death, Event, IdIsTaken, Listener, Load, Name, Refused, Worker
-from serving.metrics import Metrics
+from serving.metric_sums import Totals
+from serving.metrics import OPEN_REQUESTS, Metrics
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ReplyParser
 from serving.stream import Ask, Stream
@@ -123,8 +124,11 @@ class Frontend:
 
     async def count_open(self) -> int:
         """`num_open` of all servers of the engine."""
-        others = await self._worker.gather()
-        return self.num_open + int(sum(one[self.metrics.open_requests] for one in others))
+        return int((await self.totals()).of(OPEN_REQUESTS))
+
+    async def totals(self) -> Totals:
+        """Counts of all servers of the engine."""
+        return Totals([self.metrics.snapshot(), *await self._worker.gather()])
 
     async def metrics_text(self) -> bytes:
         """Metrics of all servers of the engine, in Prometheus' text format."""

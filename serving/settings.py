@@ -230,6 +230,11 @@ class Settings(BaseSettings):
     )
     max_message_mib: Mebibytes = _option(8, "largest accepted message, MiB", metavar="N")
     max_n: Count = _option(16, "most sequences of one request", metavar="N")
+    min_priority: Int = _option(
+        -100,
+        "lowest priority of a request; with 0 no client can pass those that ask for none",
+        metavar="N",
+    )
     max_prompt_chars: Count = _option(
         1_000_000,
         "most characters of a prompt or chat; fewer if max-model-len tokens cannot hold them",
