@@ -245,6 +245,35 @@ def test_cancelling_frees_everything(server, stub, pace):
     server.check_freed(pace)
 
 
+def test_what_ends_at_the_clients_deadline_is_counted_so(server, stub, pace):
+    count = lambda code: server.run(server.frontend.totals()).of(
+        "peagle:requests_total", protocol="grpc", code=code
+    )
+    codes = ("DEADLINE_EXCEEDED", "CANCELLED")
+    before = [count(code) for code in codes]
+    for place in range(12):
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(pb.GenerateRequest(text=PROMPT), timeout=0.1 + 0.0123 * place))
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    stub.Generate(pb.GenerateRequest(text=PROMPT), timeout=LIMIT).cancel()
+    late = stub.Generate(pb.GenerateRequest(text=PROMPT), timeout=LIMIT)
+    late.initial_metadata()  # accepted
+    late.cancel()
+    server.check_freed(pace)
+    late, cancelled = (count(code) - old for code, old in zip(codes, before, strict=True))
+    assert late == 12
+    assert 1 <= cancelled <= 2  # a call that is cancelled at once may not reach the server
+
+
+def test_low_priorities_are_refused(server, stub):
+    least = server.frontend.limits.min_priority
+    ask = lambda priority: pb.GenerateRequest(text=PROMPT, priority=priority)
+    assert stub.GenerateOnce(ask(least), timeout=LIMIT)
+    with pytest.raises(grpc.RpcError, match="--min-priority") as caught:
+        stub.GenerateOnce(ask(least - 1), timeout=LIMIT)
+    assert violation(caught.value) == "priority"
+
+
 def test_deadlines_are_kept(server, stub, pace):
     calls = [
         stub.GenerateOnce.future(pb.GenerateRequest(text="a", stopping=LONG), timeout=timeout)
