@@ -25,7 +25,8 @@ from peagle_jax.training.__main__ import run as train
 from peagle_jax.training.options import parser as training_parser
 from peagle_jax.training.trainer import cast, split_model
 
-_MIXED = "--method peagle --elements texts"
+_EQUAL = "--repeat-weight 1 --no-from-layers"
+_MIXED = f"--method peagle --elements texts --weights depth {_EQUAL}"
 _GREEDY = f"{_MIXED} --max-temperature 0"
 _PACED = f"{_MIXED} --repeat-weight 0.2 --weights dpace"
 _PICKED = f"{_PACED} --anchors 256"
@@ -33,7 +34,7 @@ _EAGLE3_PICKED = "--method eagle3 --repeat-weight 0.2 --anchors 256"
 CELLS = {
     "mixed": _MIXED,
     "greedy": _GREEDY,
-    "anchors": "--method peagle --elements anchors --max-temperature 0",
+    "anchors": f"--method peagle --elements anchors --max-temperature 0 {_EQUAL}",
     "repeats": f"{_GREEDY} --repeat-weight 0.2",
     "dpace": f"{_GREEDY} --weights dpace",
     "ce": f"{_GREEDY} --loss ce",
@@ -63,7 +64,7 @@ CELLS = {
     "mixed-picked-hidden-mix": f"{_PICKED} --hidden mix",
     "mixed-picked-depths-5": f"{_PICKED} --depths 5",
     "mixed-picked-depths-12": f"{_PICKED} --depths 12",
-    "mixed-picked-frozen-embedding": f"{_PICKED} --freeze-embedding",
+    "mixed-picked-frozen-embedding": f"{_PICKED} --share embedding",
     "mixed-picked-text-128": f"{_PACED} --text-length 128 --anchors 64",
     "mixed-picked-text-512": f"{_PACED} --text-length 512 --anchors 256",
     "mixed-picked-text-1024": f"{_PACED} --text-length 1024 --anchors 512",
@@ -72,18 +73,18 @@ CELLS = {
     "mixed-ce": f"{_MIXED} --loss ce",
     "layers-1": f"{_GREEDY} --layers 1",
     "layers-2": f"{_GREEDY} --layers 2",
-    "frozen-unembedding": f"{_GREEDY} --freeze-lm-head",
-    "eagle3-mixed": "--method eagle3",
+    "frozen-unembedding": f"{_GREEDY} --share unembedding",
+    "eagle3-mixed": "--method eagle3 --repeat-weight 1",
     "eagle3-mixed-picked": _EAGLE3_PICKED,
     "eagle3-picked": f"{_EAGLE3_PICKED} --max-temperature 0",
-    "eagle3-mixed-picked-equal-repeats": "--method eagle3 --anchors 256",
+    "eagle3-mixed-picked-equal-repeats": "--method eagle3 --repeat-weight 1 --anchors 256",
     "eagle3-mixed-picked-ce": f"{_EAGLE3_PICKED} --loss ce",
     "eagle3-mixed-picked-depths-10": f"{_EAGLE3_PICKED} --depths 10",
     "eagle3-mixed-picked-taps-5": f"{_EAGLE3_PICKED} --taps 1 4 7 9 11",
     "eagle3-mixed-picked-noise": f"{_EAGLE3_PICKED} --noise 0.05",
-    "eagle3": "--method eagle3 --max-temperature 0",
+    "eagle3": "--method eagle3 --repeat-weight 1 --max-temperature 0",
     "eagle3-repeats": "--method eagle3 --max-temperature 0 --repeat-weight 0.2",
-    "eagle3-ce": "--method eagle3 --max-temperature 0 --loss ce",
+    "eagle3-ce": "--method eagle3 --repeat-weight 1 --max-temperature 0 --loss ce",
 }
 """Options of `peagle-train drafter`. Heads of cells with "mixed" in their name see sampled texts too, the
 others greedy texts alone. Cells with "text" in their name are for `--text` of 1,024 tokens: they have equal

@@ -4,7 +4,7 @@ from tqdm import tqdm
 
 from bench import rows
 from bench.commands.acceptance import Options
-from bench.sweep import Models, engines, prompt_set, sampling
+from bench.sweep import Models, check_rounds, engines, prompt_set, sampling
 from bench.timing import drive
 from peagle_jax.config import EngineConfig
 
@@ -14,7 +14,11 @@ def acceptance(options: Options, environment: dict) -> list[dict]:
     models = Models.load(options)
     sets = [
         prompt_set(
-            spec, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=options.num_prompts
+            spec,
+            models.tokenizer,
+            prompt_tokens=options.prompt_tokens,
+            limit=options.num_prompts,
+            chat=models.uses_chat(options),
         )
         for spec in options.sets
     ]
@@ -43,6 +47,7 @@ def acceptance(options: Options, environment: dict) -> list[dict]:
                     "prompts_left_out": left_out,
                     **environment,
                 }
+                check_rounds(row)
                 done.append(rows.rounded(row))
                 rows.append(options.out, done[-1])
     return done

@@ -244,6 +244,13 @@ def rounds_per_call_option() -> Any:
     )  # fmt: skip
 
 
+def chat_option() -> Any:
+    return option(
+        "send prompts of JSON lines through the model's chat template; default: where --model has one", default=None,
+        action=argparse.BooleanOptionalAction,
+    )  # fmt: skip
+
+
 def jobs_option() -> Any:
     return option(
         "processes that compile all programs onto disk before the first cell; each takes 2 to 4 GB of memory of the host",

@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from bench import rows
 from bench.commands.headroom import Options
-from bench.sweep import Models, prompt_set
+from bench.sweep import Models, check_rounds, prompt_set
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
 from peagle_jax import runs
-from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.config import EngineConfig
 from peagle_jax.draft_head import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
@@ -100,7 +100,7 @@ def stored_texts(path: Path | None, write) -> Text:
     text = write()
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(path, **text._asdict())
+        np.savez_compressed(path, **text.arrays())
     return text
 
 
@@ -133,7 +133,7 @@ def _options(head: DraftHead, dtype: str, num_draft: int) -> DrafterOptions:
     windows = head.config.sliding_windows
     return DrafterOptions(
         continuations=Path(), batch=1, num_depths=num_draft, rate=1.0, min_rate=0.0, step_decay=1.0,
-        freeze_lm_head=False, dtype=dtype, attention="auto", query_chunk=None, loss_chunk=1,
+        dtype=dtype, attention="auto", query_chunk=None, loss_chunk=1,
         eval_sequences=1, num_draft=num_draft,
         elements="texts" if windows is None or not any(windows) else "anchors",
     )  # fmt: skip
@@ -151,7 +151,7 @@ def measure(
     def scores(target_weights, head_weights, text):
         target, head = of_target[1](target_weights), of_head[1](head_weights)
         with dispatch.references():  # thousands of rows: no shape of a serving round
-            run = run_target(target, text, taps, options.attention)
+            run = run_target(target, text, taps)
             found = all_rows(head, target, run, slot_is_trained(text), options)
             ranked = _candidates(head, target, run, found, num_draft)
             if not selects:
@@ -262,12 +262,14 @@ def summary(measured: Measured) -> dict:
 def headroom(options: Options, environment: dict) -> list[dict]:
     """Measures, appends a row each to `options.out`, and returns the rows."""
     models = Models.load(options)
-    if not hasattr(models.target.layers[0].mlp, "gate_up"):
-        raise ConfigError("headroom runs the training's pass, which has dense Llama and Qwen3 only")
     done = []
     for spec in options.sets:
         name, prompts = prompt_set(
-            spec, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=options.num_prompts
+            spec,
+            models.tokenizer,
+            prompt_tokens=options.prompt_tokens,
+            limit=options.num_prompts,
+            chat=models.uses_chat(options),
         )
         stored = None if options.texts is None else options.texts / f"{name}.npz"
         text = stored_texts(stored, partial(greedy_texts, models, prompts, options))
@@ -276,6 +278,7 @@ def headroom(options: Options, environment: dict) -> list[dict]:
                 found = measure(
                     models.target, head, text, num_draft=num_draft, dtype=models.dtype, bucket=128
                 )
+                check_rounds(dict(set=name, method=method, rounds=len(found.walk().text)))
                 row = dict(
                     kind="headroom",
                     **models.identity(

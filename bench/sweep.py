@@ -74,6 +74,17 @@ class Models:
             return self.dtype
         return kind(matrix.weight[...], matrix.scale[...]).removesuffix("_tiles")
 
+    def uses_chat(self, options: SweepOptions) -> bool:
+        """Whether prompts go through the chat template: as `--chat` says, else where a model of the user has one.
+
+        Raises:
+          ConfigError: `--chat` is given, and the model has no template.
+        """
+        has_template = self.tokenizer is not None and bool(self.tokenizer.template_source)
+        if options.chat and not has_template:
+            raise ConfigError("--chat: this model has no chat template")
+        return options.model is not None and has_template if options.chat is None else options.chat
+
     def variants(self, options: ModelOptions) -> list[tuple[str, int]]:
         """(method, K) to measure; plain decoding, if asked for, is first."""
         plain = [("none", 0)] if "none" in options.methods else []
@@ -84,7 +95,8 @@ class Models:
     ) -> dict:
         """Row fields that identify the measurement."""
         method, num_draft = variant
-        return {
+        chat = {"chat": True} if hasattr(options, "chat") and self.uses_chat(options) else {}
+        return chat | {
             "model": self.name,
             "dtype": self.dtype,
             "weights": self.weights,
@@ -139,7 +151,12 @@ def engines(
 
 
 def prompt_set(
-    spec: str, tokenizer: Tokenizer | None, *, prompt_tokens: int, limit: int | None
+    spec: str,
+    tokenizer: Tokenizer | None,
+    *,
+    prompt_tokens: int,
+    limit: int | None,
+    chat: bool = False,
 ) -> tuple[str, Prompts]:
     """A prompt set by name, or from NAME=FILE.
 
@@ -147,16 +164,19 @@ def prompt_set(
       spec: "HumanEval", "MT-Bench", "NAME=FILE.jsonl", or "NAME=SOURCE": a text file, or a folder
         whose *.py files are read. Text is cut into prompts of `prompt_tokens`, with gaps of the same length.
       limit: most prompts; text is sampled evenly.
+      chat: whether texts of JSON lines are a user's turn in the model's chat template.
 
     Raises:
-      ConfigError: the file cannot be read, or the name is unknown.
+      ConfigError: the file cannot be read, the name is unknown, or the template fails.
     """
     name, _, file = spec.partition("=")
     path = Path(file) if file else SETS.get(name)
     if path is None:
         raise ConfigError(f"unknown prompt set {name!r}; known are {', '.join(SETS)} and NAME=FILE")
     if path.suffix == ".jsonl":
-        return name, [prompt.text for prompt in read_jsonl(path)][:limit]
+        texts = [prompt.text for prompt in read_jsonl(path)][:limit]
+        turn = lambda text: tokenizer.chat([dict(role="user", content=text)])
+        return name, [turn(text) if chat and isinstance(text, str) else text for text in texts]
     if tokenizer is None:
         raise ConfigError(f"{path}: cutting text into prompts needs a model with a tokenizer")
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
@@ -185,6 +205,15 @@ def leave_out(name: str, prompts: Prompts, check: Callable) -> tuple[Prompts, in
     for line in left_out:
         print(f"peagle-bench: left out: {line}", file=sys.stderr)
     return [prompts[number] for number in numbers], len(left_out)
+
+
+def check_rounds(row: dict) -> None:
+    """Raises `ConfigError` for a row without a round, whose acceptance length would be of nothing."""
+    if not row["rounds"]:
+        raise ConfigError(
+            f"{row['set']}, {row['method']}: every text ended with its first token, so no round was measured; try "
+            "--chat, --no-chat or --ignore-eos"
+        )
 
 
 def sampling(options: SweepOptions) -> SamplingParams:

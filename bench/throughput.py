@@ -13,7 +13,7 @@ from bench import roofline, rows
 from bench.cells import CellsConfig
 from bench.commands.throughput import Options
 from bench.compile_cells import Work, compile_all
-from bench.sweep import Models, prompt_set, sampling
+from bench.sweep import Models, check_rounds, prompt_set, sampling
 from bench.timing import Measurement, drive
 from peagle_jax import runs
 from peagle_jax.config import EngineConfig
@@ -86,6 +86,7 @@ def throughput(options: Options, environment: dict) -> list[dict]:
                     if variant.adaptive == "off":
                         of = engines[variant]
                         row |= roofline.fraction(row, of.target_config, of.drafter_config)
+                    check_rounds(row)
                     done.append(rows.rounded(row))
                     rows.append(options.out, done[-1])
             del engines
@@ -119,7 +120,11 @@ class _Sweep:
     @classmethod
     def of(cls, models: Models, options: Options) -> "_Sweep":
         name, pool = prompt_set(
-            options.set, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=None
+            options.set,
+            models.tokenizer,
+            prompt_tokens=options.prompt_tokens,
+            limit=None,
+            chat=models.uses_chat(options),
         )
         config = CellsConfig(
             concurrencies=options.concurrency,

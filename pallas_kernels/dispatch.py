@@ -58,6 +58,17 @@ def references(*, rounded: bool = False) -> Iterator[None]:
         _rounding.reset(tokens[1])
 
 
+@contextlib.contextmanager
+def as_served() -> Iterator[None]:
+    """Undoes `references`, for a part of a training step without gradients: a frozen model."""
+    tokens = _referring.set(False), _rounding.set(False)
+    try:
+        yield
+    finally:
+        _referring.reset(tokens[0])
+        _rounding.reset(tokens[1])
+
+
 def rounds_products() -> bool:
     """Whether `references(rounded=True)` is in force."""
     return _rounding.get()

@@ -158,12 +158,12 @@ class DraftHead(nnx.Module):
         embedded = self._embedded(target, candidates[:, :-1])
         normed = self.norm(hidden[:, 1:])
         score = lambda columns: self.selector(embedded, normed, columns)
-        edges = vocabulary.by_columns(score, self._unembedding(target), candidates[:, 1:])
+        edges = vocabulary.by_columns(score, self.unembedding(target), candidates[:, 1:])
         return jnp.pad(edges, ((0, 0), (1, 0), (0, 0), (0, 0)))
 
     def tables(self, target) -> Tables:
         """The selector's tables, for one device."""
-        unembedding = self._unembedding(target)[: self.config.draft_vocab_size]
+        unembedding = self.unembedding(target)[: self.config.draft_vocab_size]
         return self.selector.tables(lambda ids: self._embedded(target, ids), unembedding)
 
     def _embedded(self, target, draft_ids: jax.Array) -> jax.Array:
@@ -171,7 +171,7 @@ class DraftHead(nnx.Module):
         embed = target.embed if self.embed is None else self.embed
         return embed(self.to_target_ids(draft_ids))
 
-    def _unembedding(self, target) -> jax.Array:
+    def unembedding(self, target) -> jax.Array:
         """Rows [Vd, D] of the projection to logits."""
         owner = target if self.lm_head is None else self
         return (owner.embed if owner.lm_head is None else owner.lm_head).weight[...]

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peagle_jax.checkpoint import Quantization, load_head, load_target
+from peagle_jax.checkpoint.gguf_file import is_gguf
 from peagle_jax.config import ConfigError, EngineConfig, Method
 from peagle_jax.draft_head import DraftHead
 from peagle_jax.engine.engine import Engine
-from peagle_jax.model_folders import check_head_is_given, embedded
+from peagle_jax.model_folders import check_head_is_given, embedded, local_folder
 from peagle_jax.models import Decoder
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.quantized_activations import requantize
@@ -29,7 +30,7 @@ def load_weights(
     """Target, head and tokenizer.
 
     Args:
-      model: Hugging Face folder; None is the embedded model.
+      model: Hugging Face folder, or a GGUF file; None is the embedded model.
       drafter: head folder; None is the embedded model's head for `method`.
       method: "none" loads no head; "peagle" or "eagle3" must be the head's own method; None takes the
         head's method (for the embedded model "peagle").
@@ -44,6 +45,8 @@ def load_weights(
       ConfigError: a file is missing, or head and target do not match.
     """
     target_folder = embedded("target") if model is None else Path(model)
+    if is_gguf(target_folder):
+        target_folder = local_folder(target_folder)
     devices = Devices(tensor_parallel)
     target = load_target(target_folder, dtype=dtype, quantization=quantization, devices=devices)
     if activations == "mxfp8":

@@ -113,7 +113,7 @@ def _text_of(path: str) -> str:
 def _add_model_options(add: Callable) -> None:
     add(
         "--model", metavar="DIR",
-        help="Hugging Face folder or hub id (owner/name) of the target (default: embedded)",
+        help="Hugging Face folder, hub id (owner/name) or GGUF file of the target (default: embedded)",
     )  # fmt: skip
     add(
         "--drafter", metavar="DIR", action="append", default=[],

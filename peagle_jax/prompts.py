@@ -91,7 +91,12 @@ def _options(row: dict, where: str) -> dict:
     return options
 
 
-def _prompt(row, where: str) -> Prompt:
+def prompt_of(row, where: str) -> Prompt:
+    """The prompt of a JSON row.
+
+    Raises:
+      ConfigError: it has none; the message begins with `where`.
+    """
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: a row must be a JSON object")
     if "task_id" in row:
@@ -141,20 +146,28 @@ def read_jsonl(path: Path) -> list[Prompt]:
     Raises:
       ConfigError: names the file and the line.
     """
-    prompts = []
+    return [prompt_of(row, where) for where, row in read_rows(path)]
+
+
+def read_rows(path: Path) -> list[tuple[str, object]]:
+    """(file and line, JSON value) of each line of a JSONL file; blank lines are skipped.
+
+    Raises:
+      ConfigError: a line is not JSON, or there is none.
+    """
+    rows = []
     # Not splitlines(): it would split at U+2028, which JSON strings may contain unescaped.
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         try:
-            row = json.loads(line)
+            rows.append((where, json.loads(line)))
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not JSON ({error})") from error
-        prompts.append(_prompt(row, where))
-    if not prompts:
+    if not rows:
         raise ConfigError(f"{path}: holds no prompts")
-    return prompts
+    return rows
 
 
 def from_arguments(texts: Iterable[str]) -> list[Prompt]:

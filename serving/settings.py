@@ -52,7 +52,7 @@ class Settings(BaseSettings):
 
     model: Text | None = _option(
         None,
-        "Hugging Face folder or hub id (owner/name) of the target model (default: the embedded model)",
+        "Hugging Face folder, hub id (owner/name) or GGUF file of the target model (default: the embedded model)",
         metavar="DIR",
     )
     drafter: Text | None = _option(

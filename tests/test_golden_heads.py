@@ -159,7 +159,7 @@ def test_the_engine_drafts_step_by_step_with_the_golden_logits(autoregressive):
 def options(K: int) -> training.DrafterOptions:
     return training.DrafterOptions(
         continuations=Path(), batch=1, num_depths=K, rate=0.7, min_rate=0.2, step_decay=1.0,
-        freeze_lm_head=False, dtype="float32", attention="xla", query_chunk=None, loss_chunk=16,
+        dtype="float32", attention="xla", query_chunk=None, loss_chunk=16,
         eval_sequences=1, num_draft=K,
     )  # fmt: skip
 
@@ -168,13 +168,14 @@ def options(K: int) -> training.DrafterOptions:
 def target_run() -> training.Run:
     tokens = jnp.asarray(expected("sequence")["tokens"])[None]
     text = training.Text(tokens, jnp.array([6]), jnp.array([tokens.shape[1]]))
-    return training.run_target(target(), text, target().config.default_taps, "xla")
+    return training.run_target(target(), text, target().config.default_taps)
 
 
 def teacher(name: str):
     """The target as a head's labels see it: its unembedding cut to the draft vocabulary."""
     rows = target().embed.weight[...][draft_ids(head(name))]
-    return SimpleNamespace(embed=target().embed, lm_head=SimpleNamespace(weight=rows))
+    lm_head = SimpleNamespace(weight=rows)
+    return SimpleNamespace(embed=target().embed, lm_head=lm_head, config=target().config)
 
 
 @pytest.mark.sampled(1, slow=1)

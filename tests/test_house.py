@@ -22,9 +22,10 @@ ORDER = [
     "errors", "child_python", "command_line", "structured", "plotting", "rope_config", "draft_schedule", "exclusions", "config", "sampling_params", "presets", "plan",
     "parallel", "parallel.processes", "parallel.shares", "parallel.partition", "parallel.vocabulary", "quant", "rope_angles", "layers", "weight_order", "quantized_activations", "models.decoder", "models.experts", "models.gemma4", "models",
     "cache", "sampling", "selector", "draft_head", "drafter", "ngram", "adjust", "prompt_scores", "verify", "step", "rounds", "parallel.replicas", "parallel.stacks", "parallel.mailboxes", "parallel.devices",
-    "checkpoint.safetensors", "checkpoint.hub", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",
+    "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",
     "checkpoint.tables", "checkpoint.fields", "checkpoint.config_keys", "checkpoint.rope_json",
     "checkpoint.target_json", "checkpoint.target_writer", "checkpoint.head_json",
+    "checkpoint.gguf_file", "checkpoint.gguf_config", "checkpoint.gguf_tensors", "checkpoint.gguf_tokenizer", "checkpoint.gguf_folder", "checkpoint.hub",
     "checkpoint.manifest", "checkpoint.converted", "checkpoint.checked", "checkpoint.reads", "checkpoint.staging", "checkpoint.assembly", "checkpoint.streaming", "checkpoint.loader", "checkpoint",
     "token_bytes", "text", "options",
     "engine", "engine.rules", "engine.pages", "engine.slots", "engine.mask_threads", "engine.schema_objects", "engine.schema_rules", "engine.lark", "engine.spellings", "engine.grammar", "engine.request", "engine.reservation",
@@ -41,11 +42,11 @@ ORDER = [
     "training.exercises.combining", "training.exercises.dictionaries", "training.exercises.digits", "training.exercises.number_keys",
     "training.exercises.number_lists", "training.exercises.parsing", "training.exercises.recursions", "training.exercises.searching",
     "training.exercises.strings", "training.exercises.tables", "training.exercises.word_lists", "training.exercises.catalogue",
-    "training.exercises", "training.data", "training.stored_text", "training.cod", "training.attention",
+    "training.exercises", "training.data", "training.stored_text", "training.mask_token", "training.chats", "training.cod", "training.attention",
     "training.flash", "training.picked", "training.texts", "training.weights", "training.acceptance",
     "training.objective", "training.partition", "training.embedding", "training.curves", "training.budget",
     "training.trainer", "training.target", "training.mask_hidden", "training.passes", "training.drafter",
-    "training.selector", "training.continuations",
+    "training.answers", "training.synthesis", "training.recipe", "training.selector", "training.continuations",
     "training.__main__",
     "__main__", "__init__",
 ]  # fmt: skip
@@ -65,6 +66,7 @@ AT_HOME = {
     "uvicorn": ("serving/http/", "tests/"),
     "transformers": ("peagle_jax/text.py", "convert/", "bench/", "tests/"),
     "torch": ("tests/golden/",),
+    "gguf": ("peagle_jax/checkpoint/gguf_file.py", "tests/"),
 }
 """Third parties that live in some places only; tests and benches may talk to anything they test."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from bench.command import (
     Command,
     DraftingOptions,
+    chat_option,
     exit_code,
     methods_option,
     option,
@@ -26,6 +27,7 @@ class Options(DraftingOptions):
     num_prompts: int | None = option(
         "prompts per set; all without it", default=None, type=positive, metavar="N"
     )
+    chat: bool | None = chat_option()
     concurrency: int = option("requests at once", default=8, type=positive, metavar="N")
     out: Path = rows_file("acceptance.jsonl")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from bench.command import (
     Command,
     SweepOptions,
+    chat_option,
     k_option,
     methods_option,
     option,
@@ -23,6 +24,7 @@ class Options(SweepOptions):
     num_prompts: int | None = option(
         "prompts per set; all without it", default=None, type=positive, metavar="N"
     )
+    chat: bool | None = chat_option()
     texts: Path | None = option(
         "folder that keeps the greedy texts; texts found there are not decoded again", default=None,
         type=Path, metavar="DIR",

@@ -8,6 +8,7 @@ from bench.command import (
     Command,
     DraftingOptions,
     adaptive_option,
+    chat_option,
     check_jobs,
     jobs_option,
     list_of_positive,
@@ -22,6 +23,7 @@ from bench.commands.acceptance import SETS_HELP, sweep_table
 @dataclass(frozen=True, kw_only=True)
 class Options(DraftingOptions):
     set: str = option(SETS_HELP, default="HumanEval", metavar="SET")
+    chat: bool | None = chat_option()
     concurrency: tuple[int, ...] = option(
         "requests at once", default=(1, 2, 4, 8, 16, 32), type=list_of_positive, metavar="N,N"
     )

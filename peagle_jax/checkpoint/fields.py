@@ -68,7 +68,7 @@ class Fields:
     def need(self, key: str):
         value = self.get(key)
         if value is None:
-            file = "" if ".json" in self.where else "config.json "
+            file = "" if ".json" in self.where or ".gguf" in self.where else "config.json "
             raise self.error(f"{file}states no {key}")
         return value
 

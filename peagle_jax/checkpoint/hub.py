@@ -1,9 +1,10 @@
-"""Resolves a Hugging Face hub id to a folder: downloads a model's root files."""
+"""Resolves a model's name to a folder: downloads a hub id's root files, converts a GGUF file."""
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from peagle_jax.checkpoint.gguf_file import is_gguf
 from peagle_jax.checkpoint.safetensors import CheckpointError
 
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -21,15 +22,19 @@ def is_hub_id(text: str) -> bool:
 def resolve(
     text: str, revision: str | None = None, *, wanted: Sequence[str] = MODEL
 ) -> tuple[Path, str]:
-    """(folder, label) of a local folder or a hub id.
+    """(folder, label) of a local folder, a GGUF file or a hub id.
 
     Args:
-      text: a folder, else "owner/name".
+      text: a folder, a GGUF file (or a wheel or zip that holds one), else "owner/name".
       revision: branch, tag or commit on the hub; None is its default branch.
       wanted: patterns of the files to download.
     Raises:
       CheckpointError: it cannot be downloaded; the message says why and what to do instead.
     """
+    if is_gguf(text) and not Path(text).is_dir():
+        from peagle_jax.checkpoint.gguf_folder import folder_of  # other models do not need it
+
+        return folder_of(Path(text)), Path(text).name
     if not is_hub_id(text):
         return Path(text), Path(text).absolute().name
     folder = _download(text, revision, wanted)

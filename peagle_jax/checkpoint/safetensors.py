@@ -4,7 +4,9 @@ import json
 import mmap
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import ml_dtypes
@@ -274,19 +276,31 @@ class Checkpoint(Headers):
 
 def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """Writes one file, tensors in the given order. Atomic rename: the target may be memory-mapped."""
+    headers = {name: (array.dtype, array.shape) for name, array in tensors.items()}
+    write_streamed(path, headers, tensors.values())
+
+
+def write_streamed(
+    path: Path,
+    headers: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    arrays: Iterable[np.ndarray],
+) -> int:
+    """`write` for arrays that are made one by one, in the order of `headers`. Returns their bytes."""
     header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for name, array in tensors.items():
+    for name, (dtype, shape) in headers.items():
+        end = offset + prod(shape) * dtype.itemsize
         header[name] = {
-            "dtype": _NAMES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + array.nbytes],
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
         }
-        offset += array.nbytes
+        offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     unfinished = path.with_name(path.name + ".part")
     with unfinished.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for array in tensors.values():
-            file.write(np.ascontiguousarray(array).tobytes())
+        for array in arrays:
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     unfinished.replace(path)
+    return offset

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -123,33 +123,59 @@ def _continuations(args) -> None:
         print(f"{name}: {path}")
 
 
-def _head_config(args, target: TargetConfig) -> DrafterConfig:
-    from peagle_jax.training.data import MASK_ID
+def _teacher(args):
+    """The target as an engine runs it."""
+    from peagle_jax.loading import load_weights
 
-    peagle = args.method == "peagle"
-    taps = tuple(args.taps) if args.taps else None
-    depths = args.depths or (8 if peagle else 7)
-    mask = MASK_ID if args.mask_token_id is None else args.mask_token_id
+    return load_weights(args.target, None, method="none", dtype=args.dtype)[0]
+
+
+def _mask_token(args, target: TargetConfig) -> int:
+    from peagle_jax.training.mask_token import mask_token
+    from peagle_jax.training.stored_text import load_text
+
+    texts = [load_text(target, args.text, name).tokens for name in ("train", "heldout")]
+    return mask_token(args.mask_token_id, args.target, target, texts)
+
+
+def head_config(
+    target: TargetConfig,
+    *,
+    method: str,
+    layers: int | None = None,
+    depths: int | None = None,
+    taps: tuple[int, ...] | None = None,
+    intermediate_size: int | None = None,
+    mask_token_id: int | None = None,
+    qk_norm: bool = False,
+    share: Collection[str] = (),
+) -> DrafterConfig:
+    """A new head in the target's shape, by default with the layers and depths of the released ones.
+
+    Args:
+      share: "embedding" and "unembedding": tables of the target that the head reads in place of its own.
+    """
+    peagle = method == "peagle"
     return DrafterConfig(
-        method=args.method,
+        method=method,
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
-        num_layers=args.layers or (4 if peagle else 1),
+        num_layers=layers or (4 if peagle else 1),
         num_heads=target.num_heads,
         num_kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
-        intermediate_size=args.intermediate_size or target.intermediate_size,
+        intermediate_size=intermediate_size or target.mlp_size(target.num_layers - 1),
         norm_eps=target.norm_eps,
         rope=target.rope,
         num_taps=len(taps or target.default_taps),
         taps=taps,
-        mask_token_id=mask if peagle else None,
-        own_embedding=peagle,
-        own_lm_head=True,
-        trained_num_draft=depths,
-        qk_norm=args.from_layers and target.qk_norm,
+        mask_token_id=mask_token_id if peagle else None,
+        own_embedding=peagle and "embedding" not in share,
+        own_lm_head="unembedding" not in share,
+        trained_num_draft=depths or (8 if peagle else 7),
+        qk_norm=qk_norm,
     )
 
 
@@ -188,24 +214,41 @@ def drafter_run(args) -> DrafterRun:
     Raises:
       ConfigError: invalid or contradictory options or data.
     """
-    from peagle_jax.checkpoint import load_head, load_target
+    from peagle_jax.checkpoint import load_head
     from peagle_jax.training import drafter
 
-    target = load_target(args.target, dtype=args.dtype)
-    config, init = _head_config(args, target.config), None
+    target = _teacher(args)
+    peagle, init = args.method == "peagle", None
+    config = head_config(
+        target.config,
+        method=args.method,
+        taps=tuple(args.taps) if args.taps else None,
+        mask_token_id=_mask_token(args, target.config) if peagle and args.init is None else 0,
+        **_pick(args, "layers depths intermediate_size share"),
+    )
+    from_layers = args.from_layers
+    if from_layers is None:
+        from_layers = args.init is None and drafter.can_copy_layers(config, target)
+    if from_layers:
+        config = replace(config, qk_norm=target.config.qk_norm)
     if args.init is not None:
         init = load_head(args.init, target.config, dtype="float32")
         config = _grown_config(args, config, init.config)
     run = _run_config(args)
     names = (
-        "batch rate min_rate freeze_lm_head dtype attention query_chunk loss_chunk eval_sequences "
-        "num_draft loss sharpen segments elements weights repeat_weight anchors max_temperature noise "
-        "from_layers long_text long_every freeze_embedding hidden text_length"
+        "batch rate min_rate dtype attention query_chunk loss_chunk eval_sequences "
+        "num_draft loss sharpen segments repeat_weight anchors max_temperature noise "
+        "long_text long_every hidden text_length"
     )
+    by_anchors = not peagle or args.segments > 1 or args.query_chunk
+    elements = args.elements or ("anchors" if by_anchors else "texts")
     options = drafter.DrafterOptions(
         continuations=args.text,
         num_depths=config.trained_num_draft,
-        step_decay=args.depth_weight if args.method == "peagle" else args.step_decay,
+        step_decay=args.depth_weight if peagle else args.step_decay,
+        elements=elements,
+        weights=args.weights or ("dpace" if elements == "texts" else "depth"),
+        from_layers=from_layers,
         **_pick(args, names),
     )
     task, merge = drafter.make_task(config, target, options, run, init)
@@ -234,11 +277,11 @@ def _drafter(args):
 
 
 def _selector(args) -> None:
-    from peagle_jax.checkpoint import load_head, load_target, save_head
+    from peagle_jax.checkpoint import load_head, save_head
     from peagle_jax.training import selector
     from peagle_jax.training.trainer import fit, write_provenance
 
-    target = load_target(args.target, dtype=args.dtype)
+    target = _teacher(args)
     head = load_head(args.head, target.config, dtype=args.dtype)
     run = _run_config(args)
     names = "rank batch dtype attention loss_chunk eval_sequences num_draft repeat_weight max_temperature"
@@ -257,6 +300,86 @@ def _selector(args) -> None:
     print(f"head with a selector in {args.out / 'final'}")
 
 
+def _engine_sizes(args) -> dict:
+    """dtype and concurrency of the engine; with the defaults those of the device."""
+    import jax
+
+    from peagle_jax.runs import choose_dtype
+
+    on_cpu = jax.devices()[0].platform == "cpu"
+    return dict(
+        dtype=choose_dtype(args.dtype), concurrency=args.concurrency or (8 if on_cpu else 256)
+    )
+
+
+def _synthesize(args) -> None:
+    from peagle_jax.training import answers, synthesis
+
+    sizes = _engine_sizes(args)
+    options = synthesis.SynthesisOptions(
+        exclude=tuple(args.exclude), concurrency=sizes["concurrency"],
+        **_pick(args, "num max_tokens temperature seed"),
+    )  # fmt: skip
+    engine = answers.engine_of(args.target, length=2 * args.max_tokens, **sizes)
+    count = synthesis.synthesize(engine, options, args.out)
+    print(f"{count} questions in {args.out / 'prompts.jsonl'}")
+
+
+def _plan(args) -> None:
+    from peagle_jax.checkpoint.target_json import target_config
+    from peagle_jax.presets import PRESETS
+    from peagle_jax.training import recipe
+
+    if args.preset not in (None, *PRESETS):
+        raise ConfigError(f"--preset {args.preset}: known are {', '.join(PRESETS)}")
+    config = PRESETS[args.preset] if args.target is None else target_config(args.target)
+    held = int(args.bits / 8 * recipe.target_weights(config))
+    if args.target is not None:
+        held = sum(file.stat().st_size for file in args.target.glob("*.safetensors")) or held
+    print(_plan_of(args, config, held, rows=args.texts, heldout=args.texts).report(args.tflops))
+
+
+def _plan_of(args, config: TargetConfig, held: int, *, rows: int, heldout: int):
+    from peagle_jax.training import recipe
+
+    sizes = dict(length=args.length, step_tokens=args.step_tokens, epochs=args.epochs)
+    shape = recipe.shape_of(config, rows=rows, heldout=heldout, **sizes)
+    names = "method layers share"
+    head = head_config(config, mask_token_id=0, **_pick(args, names))
+    return recipe.Plan(target=config, head=head, shape=shape, target_bytes=held)
+
+
+def _head(args) -> None:
+    from peagle_jax.checkpoint.target_json import target_config
+    from peagle_jax.training import answers, recipe
+    from peagle_jax.training.stored_text import load_text
+
+    config, text = target_config(args.target), args.out / "text"
+    sizes = _engine_sizes(args)
+    options = answers.AnswerOptions(
+        prompts=tuple(args.prompts),
+        temperatures=tuple(args.temperatures),
+        concurrency=sizes["concurrency"],
+        **_pick(args, "chat prompt_tokens length max_tokens num_heldout seed"),
+    )
+    answers.write(args.target, options, text, dtype=sizes["dtype"])
+    rows, heldout = (len(load_text(config, text, name).tokens) for name in ("train", "heldout"))
+    held = sum(file.stat().st_size for file in args.target.glob("*.safetensors"))
+    plan = _plan_of(args, config, held, rows=rows, heldout=heldout)
+    print(plan.report(None), flush=True)
+    if args.answers_only:
+        return
+    made = args.out / "head"
+    run(parser().parse_args([*recipe.drafter_line(args, plan, sizes["dtype"]), "--out", str(made)]))
+    if args.selector and args.method == "peagle":
+        line = recipe.selector_line(args, plan, sizes["dtype"])
+        made = args.out / "selector"
+        run(parser().parse_args([*line, "--out", str(made)]))
+    shutil.copytree(made / "final", args.out / "final", dirs_exist_ok=True)
+    folder = args.out / "final"
+    print(f"head in {folder}: peagle-generate --model {args.target} --drafter {folder} --chat ...")
+
+
 def _report_memory() -> None:
     import jax
 
@@ -271,6 +394,9 @@ def _report_size(task) -> None:
 
 
 _STAGES = {
+    "head": _head,
+    "synthesize": _synthesize,
+    "plan": _plan,
     "data": _data,
     "target": _target,
     "continuations": _continuations,
@@ -278,6 +404,8 @@ _STAGES = {
     "selector": _selector,
 }
 _GOES_ON_FROM = {
+    "head": "finished part",
+    "synthesize": "finished part",
     "target": "checkpoint",
     "continuations": "finished batch",
     "drafter": "checkpoint",

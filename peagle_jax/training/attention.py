@@ -28,7 +28,7 @@ def is_flash(backend: Backend, dtype) -> bool:
 
 
 def heads_of(rows: AttentionRows, scale: float, sinks) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q [B, T, N, H], k and v [B, T, K, H] of an `Attend` call. Training has no scales and no sinks."""
+    """q [B, T, N, H], k and v [B, T, K, H] of an `Attend` call; what is trained has no scales and no sinks."""
     q, k, v = rows.heads()
     if sinks is not None or scale != q.shape[-1] ** -0.5:
         raise ValueError("training attends with scale H ** -0.5 and without sinks")

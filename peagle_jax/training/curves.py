@@ -90,7 +90,9 @@ def plot(train: Curves, evaluation: Curves, path: Path) -> None:
     for curves, style, label in ((train, "-", "training"), (evaluation, "o", "held out")):
         if curves.rows:
             loss.plot(*curves.column("loss"), style, markersize=4, label=label)
-    loss.set(xlabel="step", ylabel="loss", yscale="log")
+    drawn = [value for line in loss.get_lines() for value in line.get_ydata()]
+    is_positive = any(value > 0 for value in drawn)
+    loss.set(xlabel="step", ylabel="loss", yscale="log" if is_positive else "linear")
     loss.yaxis.set_major_formatter("{x:g}")
     loss.yaxis.set_minor_formatter("{x:g}")
     loss.tick_params(axis="y", which="minor", labelsize="small")

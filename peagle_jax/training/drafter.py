@@ -32,7 +32,7 @@ from peagle_jax.training.passes import (
     text_rows,
     unrolled_rows,
 )
-from peagle_jax.training.stored_text import Text, batches, load_text_of, pieces
+from peagle_jax.training.stored_text import Text, batches, load_text, pieces, rows_of
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.texts import Blocks, blocks_of
 from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
@@ -69,15 +69,15 @@ def _parallel_outcome(head, target, run: Run, valid, options: DrafterOptions, ke
     return compare(head, target, run, options, rows), elements.depth[None]
 
 
-def head_loss(merge, frozen, taps, options: DrafterOptions, params, target: Decoder, text, key):
+def head_loss(merge, taps, options: DrafterOptions, params, target: Decoder, text, key):
     """The training loss of either method; see `trainer.Task`."""
-    head = merge(cast({**frozen, **params}, options.dtype))
+    head = merge(cast(params, options.dtype))
     if options.elements == "texts":
         # The first texts are trained to the greatest depth: shuffle them.
         key, shuffle = jax.random.split(key)
         order = jax.random.permutation(shuffle, len(text.tokens))
-        text = Text(*(x[order] for x in text))
-    run = run_target(target, text, taps, options.attention)
+        text = rows_of(text, order)
+    run = run_target(target, text, taps)
     if options.noise:
         key, some = jax.random.split(key)
         noise = jax.random.uniform(some, run.taps.shape, run.taps.dtype, -1.0, 1.0)
@@ -108,12 +108,12 @@ def all_rows(head, target: Decoder, run: Run, valid, options: DrafterOptions) ->
     return Rows(*(by_text(x).reshape(B, -1, *x.shape[2:]) for x in rows))
 
 
-def evaluate_rows(merge, frozen, taps, options: DrafterOptions, params, target: Decoder, text):
+def evaluate_rows(merge, taps, options: DrafterOptions, params, target: Decoder, text):
     """Every anchor at every depth: (match, used, kl), each [B, num_depths, S]."""
     # The same metric for all training losses.
     options = replace(options, loss="kl", sharpen=1.0, weights="depth", repeat_weight=1.0)
-    head = merge(cast({**frozen, **params}, options.dtype))
-    run = run_target(target, text, taps, options.attention)
+    head = merge(cast(params, options.dtype))
+    run = run_target(target, text, taps)
     valid = slot_is_trained(text)
     rows = all_rows(head, target, run, valid, options)
     outcome = compare(head, target, run, options, rows)
@@ -134,8 +134,8 @@ def init_head(
     With `from_layers` its layers after the first start as the target's last ones, in their order. `hidden`
     names the states of its mask rows.
     """
-    if config.draft_vocab_size != config.vocab_size or not config.own_lm_head:
-        raise ConfigError("training keeps the full vocabulary and an lm_head of the head's own")
+    if config.draft_vocab_size != config.vocab_size:
+        raise ConfigError("training keeps the full vocabulary")
     if config.hidden_size != target.config.hidden_size:
         raise ConfigError("the head must be as wide as the target: it starts from its embedding")
     check_fit(
@@ -149,27 +149,56 @@ def init_head(
     if head.embed is not None:
         head.embed.weight[...] = target.embed.weight[...].astype(jnp.float32)
         head.embed = TrainedEmbed(head.embed)
-    head.lm_head.weight[...] = unembedding(target).astype(jnp.float32)
+    if head.lm_head is not None:
+        head.lm_head.weight[...] = unembedding(target).astype(jnp.float32)
     head.norm.weight[...] = target.norm.weight[...].astype(jnp.float32)
     if from_layers:
         _copy_layers(head, target)
     return head
 
 
-def _copy_layers(head: DraftHead, target: Decoder) -> None:
-    """Copies the target's last layers to those of the head after its first."""
+def _leaves(layer: nnx.Module) -> dict:
+    return dict(jax.tree.flatten_with_path(nnx.state(layer))[0])
+
+
+def can_copy_layers(config: DrafterConfig, target: Decoder) -> bool:
+    """Whether layers of the head can start as the target's last ones: see `_copy_layers`."""
+    try:
+        make = lambda: DraftHead(
+            replace(config, qk_norm=target.config.qk_norm), dtype=jnp.float32, rngs=nnx.Rngs(0)
+        )
+        _check_layers(nnx.eval_shape(make), target)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check_layers(head: DraftHead, target: Decoder) -> None:
     own, given = head.layers, target.layers
     if not 0 < len(own) <= len(given):
         raise ConfigError(
             f"--from-layers: {len(own)} layers after the head's first, {len(given)} of the target"
         )
-    names = lambda layer: {
-        path: leaf.shape for path, leaf in jax.tree.flatten_with_path(nnx.state(layer))[0]
-    }
     for ours, theirs in zip(own, given[len(given) - len(own) :], strict=True):
-        if names(ours) != names(theirs):
+        found = _leaves(theirs)
+        same = all(
+            path in found and found[path].shape == leaf.shape
+            for path, leaf in _leaves(ours).items()
+        )
+        more = [leaf for path, leaf in found.items() if path not in _leaves(ours)]
+        # What the head has no place for: biases of one axis are left out, scales and experts have more.
+        if not same or any(leaf.ndim > 1 for leaf in more) or target.config.family == "gemma4":
             raise ConfigError("--from-layers: layers of this target are not built as the head's")
-        nnx.update(ours, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(theirs)))
+
+
+def _copy_layers(head: DraftHead, target: Decoder) -> None:
+    """Copies the target's last layers to those of the head after its first, but for biases and sinks."""
+    _check_layers(head, target)
+    given = target.layers[len(target.layers) - len(head.layers) :]
+    for ours, theirs in zip(head.layers, given, strict=True):
+        copy = lambda path, _, found: found[path].astype(jnp.float32)
+        state = nnx.state(ours)
+        nnx.update(ours, jax.tree.map_with_path(partial(copy, found=_leaves(theirs)), state))
 
 
 def warm_start(params: Params, trained: Params) -> Params:
@@ -195,8 +224,6 @@ def warm_start(params: Params, trained: Params) -> Params:
 
 def _check(config: DrafterConfig, options: DrafterOptions) -> None:
     """Raises `ConfigError` for options that do not fit the method or the head."""
-    if options.freeze_embedding and not config.own_embedding:
-        raise ConfigError("--freeze-embedding is for P-EAGLE; EAGLE-3 reads the target's embedding")
     if options.segments > 1 and config.method != "peagle":
         raise ConfigError("--segments cuts the elements of P-EAGLE; EAGLE-3 has none")
     if options.anchors and config.method == "peagle" and options.elements != "texts":
@@ -236,7 +263,7 @@ def training_batches(
         usual = batches(cut, size, run.seed)
     if options.long_text is None:
         return usual
-    longer = load_text_of(
+    longer = load_text(
         target, options.long_text, "train", options.max_temperature, flag="--long-text"
     )
     size = options.batch * text.tokens.shape[1] // longer.tokens.shape[1]
@@ -257,7 +284,7 @@ def make_task(
 ) -> tuple[Task, object]:
     """The task, and the function that turns its parameters into a head; `init` is a head to start from."""
     _check(config, options)
-    stored = partial(load_text_of, target.config, options.continuations)
+    stored = partial(load_text, target.config, options.continuations)
     text, heldout = stored("train", options.max_temperature), stored("heldout")
     made = init_head(
         config, target, run.seed, from_layers=options.from_layers, hidden=options.hidden
@@ -265,23 +292,19 @@ def make_task(
     params, merge = split_model(made)
     if init is not None:
         params = warm_start(params, split_model(init)[0])
-    kept = dict(lm_head=options.freeze_lm_head, embed=options.freeze_embedding)
-    frozen = {n: p for n, p in params.items() if kept.get(n.split(".")[0])}
-    params = {n: p for n, p in params.items() if n not in frozen}
     taps = config.taps or target.config.default_taps
     weights, merge_target = split_model(target)
-    weights = cast(weights, options.dtype)
     rows = len(text.tokens)
     if rows < options.batch:
         raise ConfigError(f"{rows} continuations are fewer than --batch {options.batch}")
 
     def loss(params, weights, text, key):
-        return head_loss(merge, frozen, taps, options, params, merge_target(weights), text, key)
+        return head_loss(merge, taps, options, params, merge_target(weights), text, key)
 
     @jax.jit
     def evaluate_batch(params, weights, text):
         with dispatch.references(rounded=True):  # as in training
-            return evaluate_rows(merge, frozen, taps, options, params, merge_target(weights), text)
+            return evaluate_rows(merge, taps, options, params, merge_target(weights), text)
 
     size = max(1, options.batch // 4)
     count = min(options.eval_sequences, len(heldout.tokens)) // size * size
@@ -293,7 +316,7 @@ def make_task(
     def evaluate(params):
         parts = []
         for i in range(0, count, size):
-            piece = Text(*(x[i : i + size] for x in heldout))
+            piece = rows_of(heldout, slice(i, i + size))
             parts.append(jax.device_get(evaluate_batch(params, weights, piece)))
         match, used, kl = (np.concatenate(x) for x in zip(*parts, strict=True))
         per_depth = lambda x: (x * used).sum((0, 2)) / np.maximum(used.sum((0, 2)), 1)
@@ -315,4 +338,4 @@ def make_task(
         evaluate=evaluate,
         tokens_per_step=options.batch * text.tokens.shape[1],
     )
-    return task, lambda params: merge({**frozen, **params})
+    return task, lambda params: merge(params)

@@ -42,9 +42,10 @@ class Distribution(NamedTuple):
     hidden: jax.Array  # [R, Dt]
     weight: jax.Array  # [V, Dt]
     temperature: float = 1.0  # of the teacher's softmax; below 1 sharpens the labels
+    soft_cap: float | None = None  # `TargetConfig.logit_softcap`
 
     def compare(self, z: jax.Array):
-        zt = _logits(self.hidden, self.weight) / self.temperature
+        zt = _taught(self.hidden, self.weight, self.temperature, self.soft_cap)
         log_p = jax.nn.log_softmax(zt, axis=-1)
         p = jnp.exp(log_p)
         kl = (p * (log_p - jax.nn.log_softmax(z, axis=-1))).sum(-1)
@@ -66,11 +67,19 @@ class Table(NamedTuple):
         return kl, p, jnp.argmax(z, -1) == self.choice[self.index]
 
 
-def tabulate(hidden: jax.Array, weight: jax.Array, temperature: float, chunk: int):
+def _taught(hidden: jax.Array, weight: jax.Array, temperature: float, soft_cap: float | None):
+    """The teacher's logits [C, V] float32, capped as in serving, then divided by the temperature."""
+    z = _logits(hidden, weight)
+    return (z if soft_cap is None else soft_cap * jnp.tanh(z / soft_cap)) / temperature
+
+
+def tabulate(
+    hidden: jax.Array, weight: jax.Array, temperature: float, soft_cap: float | None, chunk: int
+):
     """(probs, entropy, choice) of a `Table`, for normed states [P, Dt] and an unembedding [V, Dt]."""
 
     def one(rows):
-        zt = _logits(rows, weight) / temperature
+        zt = _taught(rows, weight, temperature, soft_cap)
         log_p = jax.nn.log_softmax(zt, axis=-1)
         p = jnp.exp(log_p)
         return p.astype(hidden.dtype), (p * log_p).sum(-1), jnp.argmax(zt, -1)

@@ -9,7 +9,10 @@ from peagle_jax.command_line import DefaultsFormatter, Parser
 from peagle_jax.config import ConfigError
 
 _EPILOG = """\
-the whole recipe:
+a head for your model, from prompts:
+  peagle-train head --target DIR --prompts prompts.jsonl --out run
+
+a target of your own and its heads, stage by stage:
   peagle-train data --out run/data /usr/lib/python3.12 .venv/lib/python3.12/site-packages
   peagle-train target --data run/data --out run/target --minutes 5
   peagle-train continuations --data run/data --target run/target/final --out run/text
@@ -21,11 +24,13 @@ Every stage writes only under --out and goes on where it stopped when it is star
 models lie in OUT/final in the Hugging Face layout, beside train.csv, eval.csv and curves.png.
 """
 _ZERO_IS_FINE = {
+    "temperature",
     "seed", "warmup", "mask_token_id", "num_heldout", "weight_decay", "decay", "repeat_weight",
     "max_temperature", "noise", "function_copies", "exercises", "cut_every", "penalty", "taps",
     "temperatures",
 }  # fmt: skip
 _SHARES = {"header_share"}
+_PATHS = ("prompts", "exclude")
 _FOLDERS = ("data", "target", "text", "long_text", "init", "head")  # made by earlier stages
 _WRITTEN = ("train.npz", "continuations")
 _FILES = {"data": ("tokenizer.json", "data"), "text": _WRITTEN, "long_text": _WRITTEN}
@@ -205,19 +210,18 @@ def _add_law(parser) -> None:
     law.add_argument(
         "--elements",
         choices=("anchors", "texts"),
-        default="anchors",
-        help="peagle: what is dropped from depth to depth; texts are faster",
+        help="peagle: what is dropped from depth to depth (default: texts, which are faster; anchors with "
+        "--segments or --query-chunk)",
     )
     law.add_argument(
         "--weights",
         choices=("depth", "dpace"),
-        default="depth",
-        help="peagle by texts: dpace weighs drafts by how likely those before them are right",
+        help="peagle by texts: dpace weighs drafts by how likely those before them are right (default there)",
     )
     law.add_argument(
         "--repeat-weight",
         type=float,
-        default=1.0,
+        default=0.2,
         help="of anchors whose last 8 tokens occurred before in the text",
     )
     law.add_argument(
@@ -257,6 +261,13 @@ def _add_law(parser) -> None:
     law.add_argument("--num-draft", type=int, default=7, help="drafts per round in the evaluation")
 
 
+def _add_share(parser) -> None:
+    parser.add_argument(
+        "--share", nargs="+", choices=("embedding", "unembedding"), default=[],
+        help="tables of the target that the head reads and does not train: a smaller head (default: none)",
+    )  # fmt: skip
+
+
 def _add_drafter(commands):
     parser = commands.add_parser("drafter", help="train a draft head on the target's text")
     parser.add_argument("--method", choices=("peagle", "eagle3"), required=True)
@@ -279,16 +290,15 @@ def _add_drafter(commands):
     )
     shape.add_argument(
         "--from-layers",
-        action="store_true",
-        help="layers after the first start as the target's last ones (dense targets)",
-    )
-    shape.add_argument("--mask-token-id", type=int, help="peagle; default that of `data`")
-    shape.add_argument(
-        "--freeze-lm-head", action="store_true", help="keep the target's unembedding"
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="layers after the first start as the target's last ones (default: where these are dense, plain "
+        "weights of the head's sizes)",
     )
     shape.add_argument(
-        "--freeze-embedding", action="store_true", help="peagle: keep the target's embedding"
+        "--mask-token-id", type=int, help="peagle; default: a reserved token of the target"
     )
+    _add_share(shape)
     shape.add_argument(
         "--hidden",
         choices=("shared", "depth", "token", "both", "mix"),
@@ -315,7 +325,7 @@ def _add_selector(commands):
     group.add_argument("--rank", type=int, default=256, help="inner width")
     group.add_argument("--depths", type=int, help="default: those of the head's training")
     group.add_argument(
-        "--repeat-weight", type=float, default=1.0,
+        "--repeat-weight", type=float, default=0.2,
         help="of anchors whose last 8 tokens occurred before in the text",
     )  # fmt: skip
     group.add_argument(
@@ -334,6 +344,86 @@ def _add_selector(commands):
     _add_compute_options(parser, loss_chunk=16384)
 
 
+def _add_engine_options(parser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--concurrency", type=int, help="texts at once (default: 256, on a CPU 8)")
+    group.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto",
+        help="auto: bfloat16 on GPUs and TPUs, float32 on CPUs",
+    )  # fmt: skip
+    group.add_argument("--seed", type=int, default=0)
+
+
+def _add_synthesize(commands):
+    parser = commands.add_parser("synthesize", help="let a chat model ask itself questions")
+    parser.add_argument("--target", type=Path, required=True, help="model folder")
+    parser.add_argument("--out", type=Path, required=True, help="folder of prompts.jsonl")
+    parser.add_argument("--num", type=int, default=20_000, help="questions sampled")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of a question")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument(
+        "--exclude", type=Path, nargs="+", default=[], metavar="FILE.jsonl",
+        help="evaluation prompts: questions that share ten words in a row with them are left out",
+    )  # fmt: skip
+    _add_engine_options(parser)
+
+
+def _add_head_shape(parser) -> None:
+    parser.add_argument("--method", choices=("peagle", "eagle3"), default="peagle")
+    parser.add_argument("--layers", type=int, help="default 4 for peagle, 1 for eagle3")
+    _add_share(parser)
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a training row")
+    parser.add_argument("--step-tokens", type=int, default=16_384, help="tokens of a step")
+    parser.add_argument("--epochs", type=float, default=6.0, help="passes over the texts")
+
+
+def _add_head(commands):
+    parser = commands.add_parser(
+        "head", help="a head for your model: answers to prompts, then the recommended training"
+    )
+    parser.add_argument("--target", type=Path, required=True, help="model folder")
+    parser.add_argument(
+        "--prompts", type=Path, nargs="+", required=True, metavar="FILE",
+        help="JSON lines of prompts or chats ({messages: [...]}), text files, or folders of text",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True)
+    _add_head_shape(parser)
+    parser.add_argument(
+        "--minutes", type=float, help="of training, instead of --epochs; answers take their time"
+    )
+    parser.add_argument(
+        "--answers-only", action="store_true", help="stop before the training, after the plan"
+    )
+    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=[0, 0, 0, 0.7, 0, 0, 0, 1],
+        help="of the answers, in turn (default: three quarters greedy)",
+    )  # fmt: skip
+    parser.add_argument("--num-heldout", type=int, default=128, help="prompts of the evaluation")
+    parser.add_argument(
+        "--chat", action=argparse.BooleanOptionalAction, default=None,
+        help="send prompts through the chat template (default: if the target has one)",
+    )  # fmt: skip
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="of prompts cut from text")
+    parser.add_argument(
+        "--selector", action=argparse.BooleanOptionalAction, default=True,
+        help="peagle: train a selector too, in a fifth of the time (default)",
+    )  # fmt: skip
+    parser.add_argument("--mask-token-id", type=int, help="default: a reserved token of the target")
+    _add_engine_options(parser)
+
+
+def _add_plan(commands):
+    parser = commands.add_parser("plan", help="memory and time of a training; loads no weights")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--target", type=Path, help="model folder")
+    target.add_argument("--preset", metavar="NAME", help="released sizes, as gpt-oss-20b")
+    parser.add_argument("--bits", type=float, default=16, help="of a preset's weight: 16, 8, 4.25")
+    parser.add_argument("--texts", type=int, default=10_000, help="training rows")
+    parser.add_argument("--tflops", type=float, help="of the device; default: measured here")
+    _add_head_shape(parser)
+
+
 def parser() -> argparse.ArgumentParser:
     """The argument parser; the attribute `stage` of its result names the stage."""
     command_line = Parser(
@@ -346,7 +436,11 @@ def parser() -> argparse.ArgumentParser:
         required=True, metavar="stage", dest="stage",
         parser_class=partial(Parser, formatter_class=DefaultsFormatter),
     )  # fmt: skip
-    for add in (_add_data, _add_target, _add_continuations, _add_drafter, _add_selector):
+    stages = (
+        _add_head, _add_synthesize, _add_plan,
+        _add_data, _add_target, _add_continuations, _add_drafter, _add_selector,
+    )  # fmt: skip
+    for add in stages:
         add(commands)
     return command_line
 
@@ -377,7 +471,12 @@ def _check_folders(args) -> None:
             raise ConfigError(
                 f"{_flag(name)} {folder}: no {file}; give a folder that `{stage}` wrote"
             )
-    for path in (args.out, *args.out.parents):
+    for name in _PATHS:
+        for path in getattr(args, name, ()):
+            if not path.exists():
+                raise ConfigError(f"{_flag(name)} {path}: no such file")
+    out = getattr(args, "out", None)
+    for path in () if out is None else (out, *out.parents):
         if path.is_file():
             raise ConfigError(f"--out {path}: is a file; give a folder")
 

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import dispatch
+from peagle_jax.cache import PageCache, PagedAttention
 from peagle_jax.config import ConfigError
 from peagle_jax.draft_head import DraftHead
 from peagle_jax.models import Decoder
@@ -35,6 +37,8 @@ from peagle_jax.training.target import unembedding
 from peagle_jax.training.texts import Blocks, TextAttention
 from peagle_jax.training.weights import anchor_weights, pace_weights
 
+_PAGE_SIZE = 64  # positions; a block of keys of the attention kernels
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions:
@@ -46,7 +50,6 @@ class DrafterOptions:
     rate: float
     min_rate: float
     step_decay: float  # depth d (EAGLE-3: unrolled step d) weighs step_decay**d
-    freeze_lm_head: bool
     dtype: str
     attention: attention.Backend
     query_chunk: int | None
@@ -68,7 +71,6 @@ class DrafterOptions:
     long_text: Path | None = None  # texts of another length, for every `long_every`-th step
     long_every: int = 4
     from_layers: bool = False  # the head's layers after the first start as the target's last ones
-    freeze_embedding: bool = False  # P-EAGLE: the embedding stays the target's
     hidden: Hidden = "shared"  # P-EAGLE by texts: states of the mask rows
 
     def __post_init__(self):
@@ -116,6 +118,8 @@ def slot_is_trained(text: Text) -> jax.Array:
 
     Example: prompt 3, length 6 -> slots 2 and 3, the first two from which the engine would draft.
     """
+    if text.answer is not None:
+        return _ahead(text.answer, 1) & _ahead(text.answer, 2)
     p = jnp.arange(text.tokens.shape[1])
     return (p + 1 >= text.prompt[:, None]) & (p + 2 <= text.length[:, None] - 1)
 
@@ -133,12 +137,26 @@ class Run(NamedTuple):
     normed: jax.Array  # [B, S, D], input of the unembedding
 
 
-def run_target(target: Decoder, text: Text, taps: tuple[int, ...], backend) -> Run:
+def run_target(target: Decoder, text: Text, taps: tuple[int, ...]) -> Run:
+    """The target's pass as the engine prefills: attention over pages, and the kernels of the device."""
     tokens = text.tokens.astype(jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    cache = [None] * target.config.num_layers
-    hidden, tapped, _ = target(tokens, positions, cache, attention.causal(backend), taps=taps)
-    return jax.tree.map(jax.lax.stop_gradient, Run(tokens, tapped, target.norm(hidden)))
+    B, S = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(S), tokens.shape)
+    W = -(-S // _PAGE_SIZE)
+    table = 1 + jnp.arange(B * W, dtype=jnp.int32).reshape(B, W)  # page 0 is the dummy page
+    attend = PagedAttention(table, jnp.arange(B, dtype=jnp.int32), positions)
+    with dispatch.as_served():
+        cache = [_pages(target, i, 1 + B * W) for i in range(target.config.num_layers)]
+        hidden, tapped, _ = target(tokens, positions, cache, attend, taps=taps)
+        normed = target.norm(hidden)
+    return jax.tree.map(jax.lax.stop_gradient, Run(tokens, tapped, normed))
+
+
+def _pages(target: Decoder, layer: int, count: int) -> PageCache:
+    """Empty pages of a layer. Layers with a window have them too: a ring holds no whole text."""
+    attention = target.config.attention(layer)
+    shape = (count, _PAGE_SIZE, attention.num_kv_heads, attention.head_dim)
+    return PageCache(*(jnp.zeros(shape, target.norm.weight.dtype) for _ in range(2)))
 
 
 def _positions(slots: jax.Array, num_slots: int) -> jax.Array:
@@ -153,9 +171,16 @@ def _teacher(head, target: Decoder, run: Run, options: DrafterOptions, at: jax.A
         return Labels(_ahead(run.tokens, 1).reshape(-1)[at])
     normed = run.normed.reshape(-1, run.normed.shape[-1])
     weight = jax.lax.stop_gradient(unembedding(target))
+    cap = target.config.logit_softcap
     if options.elements == "texts" or head.config.method == "eagle3":  # several rows a position
-        return Table(at, *tabulate(normed, weight, options.sharpen, options.loss_chunk))
-    return Distribution(normed[at], weight, options.sharpen)
+        return Table(at, *tabulate(normed, weight, options.sharpen, cap, options.loss_chunk))
+    return Distribution(normed[at], weight, options.sharpen, cap)
+
+
+def student_weight(head: DraftHead, target: Decoder) -> jax.Array:
+    """[V, D], of the head's logits; the target's is not trained."""
+    weight = head.unembedding(target)
+    return jax.lax.stop_gradient(weight) if head.lm_head is None else weight
 
 
 def compare(head, target: Decoder, run: Run, options: DrafterOptions, rows: Rows) -> Outcome:
@@ -164,7 +189,7 @@ def compare(head, target: Decoder, run: Run, options: DrafterOptions, rows: Rows
     importance = flat(rows.importance)
     result = distill(
         flat(head.norm(rows.out)),
-        head.lm_head.weight[...],
+        student_weight(head, target),
         _teacher(head, target, run, options, flat(rows.at)),
         importance,
         options.loss_chunk,
@@ -262,16 +287,18 @@ def text_rows(
     at = text + jnp.minimum(slots + 1, S - 1)
     rows = Rows(out, at, used, used * weight)
     if options.weights == "dpace":
-        paces = _paces(head, run, blocks, options, rows)
+        paces = _paces(head, target, run, blocks, options, rows)
         rows = rows._replace(importance=rows.importance * paces)
     return rows
 
 
-def _paces(head, run: Run, blocks: Blocks, options: DrafterOptions, rows: Rows) -> jax.Array:
+def _paces(
+    head, target, run: Run, blocks: Blocks, options: DrafterOptions, rows: Rows
+) -> jax.Array:
     """D-PACE weights of the rows [R, S], from the head's probabilities of the text's tokens."""
     probs = label_probabilities(
         jax.lax.stop_gradient(head.norm(rows.out).reshape(-1, rows.out.shape[-1])),
-        jax.lax.stop_gradient(head.lm_head.weight[...]),
+        jax.lax.stop_gradient(student_weight(head, target)),
         _ahead(run.tokens, 1).reshape(-1)[rows.at.reshape(-1)],
         options.loss_chunk,
     )

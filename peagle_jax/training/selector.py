@@ -34,7 +34,7 @@ from peagle_jax.training.passes import (
     slot_is_trained,
     text_rows,
 )
-from peagle_jax.training.stored_text import batches, load_text_of
+from peagle_jax.training.stored_text import batches, load_text, rows_of
 from peagle_jax.training.target import unembedding
 from peagle_jax.training.texts import blocks_of
 from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
@@ -62,7 +62,7 @@ class SelectorOptions:
         """Options of the head's pass over texts."""
         return DrafterOptions(
             continuations=self.continuations, batch=self.batch, num_depths=num_depths, rate=_RATE,
-            min_rate=_MIN_RATE, step_decay=1.0, freeze_lm_head=True, dtype=self.dtype,
+            min_rate=_MIN_RATE, step_decay=1.0, dtype=self.dtype,
             attention=self.attention, query_chunk=None, loss_chunk=self.loss_chunk,
             eval_sequences=self.eval_sequences, num_draft=self.num_draft, elements="texts",
             repeat_weight=self.repeat_weight,
@@ -118,8 +118,8 @@ def _deep_rows(
 ) -> _Deep:
     """The head's deep rows over a batch; the first texts of a random order are read to greater depths."""
     order = jax.random.permutation(key, len(text.tokens))
-    text = Text(*(x[order] for x in text))
-    run = run_target(target, text, _taps(head, target), options.attention)
+    text = rows_of(text, order)
+    run = run_target(target, text, _taps(head, target))
     blocks = blocks_of(len(text.tokens), options.num_depths, _RATE, _MIN_RATE)
     passes = options.passes(options.num_depths)
     rows = text_rows(head, target, run, slot_is_trained(text), blocks, passes)
@@ -166,7 +166,7 @@ def _scored(selector: Selector, tables, options: SelectorOptions, deep: _Deep):
 
 def selected(head: DraftHead, target: Decoder, text: Text, options: SelectorOptions) -> jax.Array:
     """`selected_of` texts."""
-    run = run_target(target, text, _taps(head, target), options.attention)
+    run = run_target(target, text, _taps(head, target))
     rows = all_rows(head, target, run, slot_is_trained(text), options.passes(options.num_draft))
     return selected_of(head, target, run, rows, options.num_draft, options.loss_chunk)
 
@@ -207,7 +207,7 @@ def _evaluation(evaluate_batch, heldout: Text, options: SelectorOptions) -> dict
       evaluate_batch: function from texts to (`selected`, sum of the losses, sum of their weights).
     """
     size, count = _evaluated(options, heldout)
-    pieces = (Text(*(x[i : i + size] for x in heldout)) for i in range(0, count, size))
+    pieces = (rows_of(heldout, slice(i, i + size)) for i in range(0, count, size))
     parts = [jax.device_get(evaluate_batch(piece)) for piece in pieces]
     match, losses, counts = (np.stack(part) for part in zip(*parts, strict=True))
     match = match.reshape(count, *match.shape[2:])
@@ -238,7 +238,7 @@ def make_task(head: DraftHead, target: Decoder, options: SelectorOptions, run: R
         raise ConfigError("a selector belongs to a P-EAGLE head: EAGLE-3 sees its earlier drafts")
     if any(head.config.sliding_windows or ()):
         raise ConfigError("a selector cannot be trained for a head with sliding windows")
-    stored = partial(load_text_of, target.config, options.continuations)
+    stored = partial(load_text, target.config, options.continuations)
     text, heldout = stored("train", options.max_temperature), stored("heldout")
     rows = len(text.tokens)
     if rows < options.batch or not _evaluated(options, heldout)[1]:
@@ -248,8 +248,7 @@ def make_task(head: DraftHead, target: Decoder, options: SelectorOptions, run: R
     empty = nnx.eval_shape(lambda: Selector(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     merge = split_model(empty)[1]
     scaled = lambda params: {name: units[name] * leaf for name, leaf in params.items()}
-    weights, merge_models = split_model(_Models(head, target))
-    constants = cast(weights, options.dtype)
+    constants, merge_models = split_model(_Models(head, target))
 
     def loss(params, constants, text, key):
         models = merge_models(constants)

@@ -15,7 +15,7 @@ from peagle_jax.models import Decoder, build
 from peagle_jax.training import attention
 from peagle_jax.training.embedding import TrainedEmbed
 from peagle_jax.training.objective import Labels, Loss, distill
-from peagle_jax.training.stored_text import Text, batches, load_text_of
+from peagle_jax.training.stored_text import Text, batches, load_text
 from peagle_jax.training.trainer import RunConfig, Task, cast, split_model
 from peagle_jax.training.weights import repeated
 
@@ -124,7 +124,7 @@ def _training_batches(
     order = partial(windows, batch=options.batch, width=width, length=length, seed=run.seed)
     if options.text is None:
         return lambda step: Batch(order(step), None)
-    text = load_text_of(config, options.text, "train", 0)
+    text = load_text(config, options.text, "train", 0)
     size = options.text_batch
     if size > len(text.tokens) or size % run.microbatches:
         raise ConfigError(

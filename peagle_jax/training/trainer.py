@@ -220,8 +220,6 @@ def make_step(task: Task, run: RunConfig, optimizer: optax.GradientTransformatio
 
 _DECIDE_WEIGHTS = (
     ("run", "optimizer", None),
-    ("options", "freeze_lm_head", None),
-    ("options", "freeze_embedding", False),
     ("options", "hidden", "shared"),
 )
 """Options that decide which weights are trained, with their values in folders older than the option."""
@@ -237,7 +235,7 @@ def _refuse_other_weights(out: Path, configs: dict[str, Any]) -> None:
     same &= all(pick(before, *one) == pick(configs, *one) for one in _DECIDE_WEIGHTS)
     if not same:
         raise ConfigError(
-            f"{out}/checkpoints has another model, optimizer, --hidden or frozen weights; "
+            f"{out}/checkpoints has another model, optimizer or --hidden; "
             "remove the folder or choose another --out"
         )
 

@@ -1,6 +1,7 @@
 """Both sweeps on a tiny random model: the rows they write, and what a round's time is."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,38 @@ def test_rows_know_where_they_were_measured(monkeypatch):
     assert known["sha"] == "1234"
     monkeypatch.setenv("PATH", "")
     assert rows.git_sha() == "unknown"
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("command", "sets"), [("acceptance", "--sets"), ("headroom", "--sets"), ("throughput", "--set")]
+)
+def test_prompts_go_through_a_models_template_and_a_row_of_no_round_is_an_error(
+    folders, tmp_path, few_prompts, capsys, command, sets
+):
+    target = tmp_path / "target"
+    shutil.copytree(folders.target, target)
+    settings = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=TEMPLATE)
+    (target / "tokenizer_config.json").write_text(json.dumps(settings))
+    argv = [command, *options(folders, tmp_path / "rows.jsonl"), sets, few_prompts, "-K", "2"]
+    argv[argv.index("--model") + 1] = str(target)
+    argv += ["--methods", "peagle", "--concurrency", "1"]
+    seen = []
+    original = Engine.add_request
+
+    def add_request(engine, prompt, *given, **named):
+        seen.append(prompt if isinstance(prompt, str) else Tokenizer(target).decode(prompt))
+        return original(engine, prompt, *given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "add_request", add_request)
+        assert main([*argv, "--ignore-eos"]) == 0
+        assert "<user>def f0(x):<assistant>" in seen
+        assert read(tmp_path / "rows.jsonl")[-1]["chat"] is True
+        seen.clear()
+        assert main([*argv, "--no-chat", "--max-tokens", "1"]) == 2
+        assert "def f0(x):" in seen
+    assert "no round was measured" in capsys.readouterr().err
+    assert len(read(tmp_path / "rows.jsonl")) == 1

@@ -121,7 +121,7 @@ def _models(method, seed=0):
 def _options(**fields):
     base = dict(
         continuations=None, batch=3, num_depths=4, rate=0.7, min_rate=0.3, step_decay=0.8,
-        freeze_lm_head=False, dtype="float32", attention="xla", query_chunk=None, loss_chunk=16,
+        dtype="float32", attention="xla", query_chunk=None, loss_chunk=16,
         eval_sequences=4, num_draft=3,
     )  # fmt: skip
     return passes.DrafterOptions(**(base | fields))
@@ -172,7 +172,7 @@ def test_training_rows_are_what_serving_computes(method):
     @jax.jit
     def trained_on(target, head):
         valid = passes.slot_is_trained(text)
-        run = passes.run_target(target, text, taps, "xla")
+        run = passes.run_target(target, text, taps)
         if method == "peagle":
             elements = cod.all_elements(valid, 4)
             rows = passes.parallel_rows(head, target, run, elements, options)

@@ -24,7 +24,7 @@ def _texts(count: int, length: int) -> Text:
 
 
 def _stored(folder, text: Text):
-    np.savez(folder / "train.npz", **text._asdict())
+    np.savez(folder / "train.npz", **text.arrays())
     return folder
 
 
@@ -69,7 +69,7 @@ def test_pieces_have_the_generated_tokens_of_the_texts():
     found = pieces(Text(tokens, *ends), 4)
     # Of the first text's first piece, one token was generated and nothing follows.
     want = [(4, 0, 4), (8, 0, 4), (16, 0, 4), (24, 0, 4)]
-    assert [tuple(map(int, (t[0], p, n))) for t, p, n in zip(*found, strict=True)] == want
+    assert [tuple(map(int, (t[0], p, n))) for t, p, n in zip(*found[:3], strict=True)] == want
     assert slot_is_trained(found).any(axis=1).all()
     whole = pieces(Text(tokens, *ends), 12)
     np.testing.assert_array_equal(whole.tokens, tokens[:3])

@@ -86,7 +86,7 @@ def test_a_chain_reads_them_as_rows_of_a_round_would(form):
 
     @jax.jit
     def both():
-        run = passes.run_target(target, text, (0,), "xla")
+        run = passes.run_target(target, text, (0,))
         options = _options(elements="texts", num_depths=depths)
         blocks, valid = Blocks((3,) * depths), passes.slot_is_trained(text)
         rows = passes.text_rows(head, target, run, valid, blocks, options)
@@ -115,7 +115,7 @@ def gradients():
         @jax.jit
         @jax.value_and_grad
         def loss(params):
-            model, run = merge(params), passes.run_target(target, text, (0,), "xla")
+            model, run = merge(params), passes.run_target(target, text, (0,))
             options = _options(elements="texts", weights="dpace")
             rows = passes.text_rows(model, target, run, valid, BLOCKS, options, picked)
             return passes.compare(model, target, run, options, rows).total
@@ -174,21 +174,17 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_frozen_embedding_is_no_parameter_and_stays_the_targets(folder):
+def test_a_shared_table_is_no_parameter(folder):
     target = tiny.target(**tiny.ONE_LAYER)
-    config = dataclasses.replace(
-        tiny.HEAD, **tiny.HEAD_OF_ONE_LAYER, own_embedding=True, own_lm_head=True
-    )
     run = dataclasses.make_dataclass("Run", ["seed", "microbatches"])(0, 1)
-    made = {}
-    for frozen in (False, True):
-        options = _options(continuations=folder, freeze_embedding=frozen)
-        task, merge = drafter.make_task(config, target, options, run)
-        made[frozen] = task.params
-        head = merge(jax.tree.map(lambda x: x + 1, task.params))
-        start = target.embed.weight[...]
-        np.testing.assert_array_equal(head.embed.weight[...], start if frozen else start + 1)
-    assert made[False].keys() - made[True].keys() == {"embed.weight"}
-    eagle3 = dataclasses.replace(config, method="eagle3", own_embedding=False)
-    with pytest.raises(ConfigError, match="--freeze-embedding is for P-EAGLE"):
-        drafter.make_task(eagle3, target, _options(freeze_embedding=True), run)
+    names = {}
+    for own in (False, True):
+        config = dataclasses.replace(
+            tiny.HEAD, **tiny.HEAD_OF_ONE_LAYER, own_embedding=own, own_lm_head=own
+        )
+        task, merge = drafter.make_task(config, target, _options(continuations=folder), run)
+        names[own] = task.params.keys()
+        head = merge(task.params)
+        expected = head.lm_head if own else target.lm_head
+        np.testing.assert_array_equal(head.unembedding(target), expected.weight[...])
+    assert names[True] - names[False] == {"embed.weight", "lm_head.weight"}

@@ -12,6 +12,7 @@ from peagle_jax.config import ConfigError
 from peagle_jax.training import __main__ as command
 from peagle_jax.training import continuations, data, drafter, selector, target
 from peagle_jax.training.options import parser
+from peagle_jax.training.stored_text import load_text
 from tests import tiny
 from tests.training.test_heads import _options
 from tests.training.test_trainer import RUN
@@ -131,7 +132,7 @@ def test_texts_of_another_vocabulary_are_refused(tmp_path, stage):
     save(tmp_path / "train.npz", tokens=tokens)
     for name in ("train", "heldout"):
         np.save(tmp_path / f"{name}.npy", np.zeros(40, np.uint16))
-    message = r"^--text has token 511; the target's vocabulary has 128$"
+    message = r"^--text .*train.npz: has token 511; the target's vocabulary has 128$"
     with pytest.raises(ConfigError, match=message):
         MAKE[stage](tmp_path)
 
@@ -139,9 +140,48 @@ def test_texts_of_another_vocabulary_are_refused(tmp_path, stage):
 def test_longer_texts_of_another_vocabulary_are_refused(tmp_path):
     tokens = np.full((2, 12), 200)
     text = drafter.Text(tokens, np.full(2, 3), np.full(2, 12))
-    np.savez(tmp_path / "train.npz", **text._asdict())
-    with pytest.raises(ConfigError, match=r"^--long-text has token 200; the target's vocabulary"):
+    np.savez(tmp_path / "train.npz", **text.arrays())
+    with pytest.raises(
+        ConfigError, match=r"^--long-text .*train.npz: has token 200; the target's vocabulary"
+    ):
         drafter.training_batches(text, _options(long_text=tmp_path), RUN, tiny.TARGET)
+
+
+GOOD = dict(tokens=np.full((4, 12), 5), prompt=np.full(4, 3), length=np.full(4, 12))
+BROKEN = {
+    "negative ids": (dict(tokens=np.full((4, 12), -1)), "has token -1"),
+    "fractions": (dict(tokens=np.full((4, 12), 1.5)), "needs whole numbers"),
+    "one axis": (dict(tokens=np.full(12, 5)), "needs whole numbers"),
+    "other number": (dict(prompt=np.full(3, 3)), "needs whole numbers"),
+    "objects": (dict(tokens=np.array([[1], [2, 3]], object)), "allow_pickle"),
+    "prompt above length": (dict(prompt=np.full(4, 13)), "1 <= prompt <= length <= 12"),
+    "no prompt": (dict(prompt=np.zeros(4, int)), "1 <= prompt <= length <= 12"),
+    "length above the row": (dict(length=np.full(4, 13)), "1 <= prompt <= length <= 12"),
+    "nothing written": (dict(prompt=np.full(4, 11)), "nothing to train"),
+    "no answer": (dict(answer=np.zeros((4, 12), bool)), "nothing to train"),
+    "numbers as answer": (dict(answer=np.ones((4, 12))), "needs whole numbers"),
+    "no rows": ({key: x[:0] for key, x in GOOD.items()}, "has no texts"),
+    "longer than the target": (dict(tokens=np.full((4, 513), 5)), "max_position is 512"),
+    "a missing array": (dict(length=None), "has no array 'length'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_of_texts_is_refused_when_it_is_opened(tmp_path, name):
+    changed, message = BROKEN[name]
+    arrays = {key: x for key, x in (GOOD | changed).items() if x is not None}
+    np.savez(tmp_path / "train.npz", **arrays)
+    with pytest.raises(ConfigError) as raised:
+        load_text(tiny.TARGET, tmp_path, "train")
+    assert str(raised.value).startswith(f"--text {tmp_path}/train.npz: ")
+    assert message in str(raised.value)
+
+
+def test_junk_is_no_file_of_texts(tmp_path):
+    for junk in (b"", b"PK", b"junk" * 9):
+        (tmp_path / "train.npz").write_bytes(junk)
+        with pytest.raises(ConfigError, match=r"^--text .*train.npz: "):
+            load_text(tiny.TARGET, tmp_path, "train")
 
 
 def test_messages_name_what_to_change(tmp_path):

@@ -33,7 +33,7 @@ def _problem(kind: str):
     temperature = 0.5 if kind == "sharpened" else 1.0
     if kind == "table":  # nine positions, picked several times
         index = jax.random.randint(keys[3], (ROWS,), 0, 9)
-        teacher = Table(index, *tabulate(hidden[:9], weight, temperature, 4))
+        teacher = Table(index, *tabulate(hidden[:9], weight, temperature, None, 4))
         return student, importance, teacher, jax.nn.softmax(hidden @ weight.T)[index]
     p = jax.nn.softmax(hidden @ weight.T / temperature)
     return student, importance, Distribution(hidden, weight, temperature), p

@@ -166,7 +166,7 @@ def test_a_head_can_be_trained_further(recipe, tmp_path):
         ),
         ("peagle", "--init {peagle}/final --intermediate-size 8", "mlp.down"),
         ("peagle", "--init {peagle}/final --hidden depth", "--hidden is for new heads"),
-        ("peagle", "--freeze-embedding", "--hidden or frozen weights"),
+        ("peagle", "--share embedding", "another model, optimizer or --hidden"),
         pytest.param("eagle3", "--segments 2", "--segments cuts", marks=pytest.mark.slow),
         pytest.param(
             "selector",

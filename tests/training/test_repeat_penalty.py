@@ -35,11 +35,11 @@ def text() -> Text:
 
 def test_a_repeat_is_a_written_token_that_ends_eight_seen_ones(text):
     # The loop's second turn starts at 12; its eighth token is the first to end a repeat.
-    (first, second) = np.asarray(written_repeats(Text(*map(jnp.asarray, text))))
+    (first, second) = np.asarray(written_repeats(jax.tree.map(jnp.asarray, text)))
     np.testing.assert_array_equal(np.flatnonzero(first), range(19, 32))
     assert not second.any()
     given = text._replace(prompt=np.array([25, 3]), length=np.array([30, 32]))
-    (first, _) = np.asarray(written_repeats(Text(*map(jnp.asarray, given))))
+    (first, _) = np.asarray(written_repeats(jax.tree.map(jnp.asarray, given)))
     np.testing.assert_array_equal(np.flatnonzero(first), range(25, 30))
 
 
@@ -76,7 +76,7 @@ def test_the_loss_adds_the_penalty_of_each_repeat(text, monkeypatch):
 def test_a_text_batch_that_does_not_fit_is_refused(tmp_path, text, size):
     for name in ("train", "heldout"):
         np.save(tmp_path / f"{name}.npy", np.arange(200, dtype=np.uint16) % 60)
-    np.savez(tmp_path / "train.npz", **text._asdict(), temperature=np.zeros(2))
+    np.savez(tmp_path / "train.npz", **text.arrays(), temperature=np.zeros(2))
     options = TargetOptions(
         data=tmp_path, sequence=8, batch=4, dtype="float32", attention="xla", loss_chunk=16,
         eval_sequences=2, text=tmp_path, text_batch=size,

@@ -1,0 +1,185 @@
+"""The recommended recipe: command lines of the stages, and what they will take."""
+
+import math
+import time
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from peagle_jax.config import DrafterConfig, TargetConfig
+from peagle_jax.draft_head import DraftHead
+from peagle_jax.models import build
+
+_TABLE_BYTES = 2**31  # of the teacher's distributions, [tokens of a piece of a batch, V]
+_USED = 0.3  # share of a device's speed in products that a step reaches
+_STATE_BYTES = 4 + 4 + 8 + 2  # float32 weight, gradient, Adam's two moments; the copy that computes
+SELECTOR_SHARE = 0.2  # of the time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Texts of a step, and the pieces whose gradients are accumulated."""
+
+    batch: int
+    length: int
+    microbatches: int
+    steps: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+
+def shape_of(
+    config: TargetConfig, *, rows: int, heldout: int, length: int, step_tokens: int, epochs: float
+) -> Shape:
+    """Steps of about `step_tokens` over `rows` texts, in pieces whose table of distributions is bounded."""
+    batch = max(1, min(step_tokens // length, rows, 4 * heldout))
+    piece = max(1, _TABLE_BYTES // (2 * config.vocab_size * length))
+    microbatches = next(n for n in range(-(-batch // piece), batch + 1) if batch % n == 0)
+    steps = max(1, math.ceil(epochs * rows / batch))
+    return Shape(batch=batch, length=length, microbatches=microbatches, steps=steps)
+
+
+def learning_rate(hidden_size: int) -> float:
+    """Peak of Muon. 3e-3 suits a width of 256; wider models need less."""
+    return round(min(3e-3, 3e-3 * (256 / hidden_size) ** 0.5), 6)
+
+
+def drafter_line(args, plan: "Plan", dtype: str) -> list[str]:
+    """Command line of the stage `drafter`; what the ablations chose is its default (docs/training.md)."""
+    own = dict(method=args.method, layers=args.layers, mask_token_id=args.mask_token_id)
+    own |= dict(anchors=args.length // 2)
+    share = 1 - SELECTOR_SHARE if args.selector and args.method == "peagle" else 1.0
+    return _line("drafter", args, plan, dtype, learning_rate(plan.target.hidden_size), share, own)
+
+
+def selector_line(args, plan: "Plan", dtype: str) -> list[str]:
+    """Command line of the stage `selector`."""
+    own = dict(head=args.out / "head" / "final", rank=min(256, plan.target.hidden_size))
+    return _line("selector", args, plan, dtype, 1.5e-3, SELECTOR_SHARE, own)
+
+
+def _line(
+    stage: str, args, plan: "Plan", dtype: str, rate: float, share: float, own: dict
+) -> list[str]:
+    shape = plan.shape
+    steps = max(1, round(share * shape.steps))
+    every = max(1, min(500, steps // 4))
+    given = own | dict(
+        target=args.target, text=args.out / "text", dtype=dtype, seed=args.seed,
+        batch=shape.batch, microbatches=shape.microbatches, learning_rate=rate,
+        adam_learning_rate=rate * 2 / 3, loss_chunk=loss_chunk(plan.target.vocab_size),
+        warmup=min(100, max(1, steps // 10)), eval_every=every, save_every=every,
+        log_every=min(50, every),
+        **(dict(steps=steps) if args.minutes is None else dict(minutes=share * args.minutes)),
+    )  # fmt: skip
+    shared = ["--share", *args.share] if stage == "drafter" and args.share else []
+    flags = ([f"--{k.replace('_', '-')}", str(v)] for k, v in given.items() if v is not None)
+    return [stage, *shared, *(word for flag in flags for word in flag)]
+
+
+def num_weights(model) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.eval_shape(model)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Sizes of a training, in weights and bytes, from configurations alone."""
+
+    target: TargetConfig
+    head: DrafterConfig
+    shape: Shape
+    target_bytes: int
+
+    @property
+    def head_weights(self) -> int:
+        return num_weights(lambda: DraftHead(self.head, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+
+    @property
+    def rows(self) -> float:
+        """Rows of the head for each token: its own, and those of deeper drafts (rate 0.8, at least 0.2)."""
+        kept = np.maximum(0.8 ** np.arange(self.head.trained_num_draft or 8), 0.2)
+        deep = float(kept.sum()) if self.head.method == "peagle" else len(kept)
+        return 1 + 0.5 * (deep - 1)  # half of the anchors are picked
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by what needs them."""
+        target, head, shape = self.target, self.head, self.shape
+        tokens = shape.tokens // shape.microbatches
+        inner = 12 * head.hidden_size + 4 * head.intermediate_size
+        inner += 3 * (head.num_heads + 2 * head.num_kv_heads) * head.head_dim
+        rows = int(tokens * self.rows)
+        chunk = min(rows, loss_chunk(target.vocab_size))
+        return {
+            "target": self.target_bytes,
+            "head, gradients, optimiser": _STATE_BYTES * self.head_weights,
+            "target's states": 2 * tokens * (head.num_taps + 6) * target.hidden_size,
+            "target's distributions": 2 * tokens * target.vocab_size,
+            "head's activations": 2 * rows * head.num_layers * inner,
+            "logits of a chunk": 16 * chunk * head.draft_vocab_size,
+        }
+
+    def flops(self) -> float:
+        """Of a step: the target's pass and its logits, the head's forward and backward pass and its logits."""
+        target, head, tokens = self.target, self.head, self.shape.tokens
+        table = target.vocab_size * target.hidden_size
+        tables = head.vocab_size * head.own_embedding + head.draft_vocab_size * head.own_lm_head
+        inner = self.head_weights - tables * head.hidden_size
+        of_head = 6 * self.rows * (inner + head.draft_vocab_size * head.hidden_size)
+        return tokens * (2 * (active_weights(target) + table) + of_head)
+
+    def report(self, tflops: float | None) -> str:
+        """Lines of memory and time. Products run at `tflops`, or at the speed measured on this device."""
+        shape, memory = self.shape, self.memory()
+        speed = measured_speed() if tflops is None else 1e12 * tflops
+        minutes = shape.steps * self.flops() / (_USED * speed) / 60
+        texts = f"{shape.batch} rows of {shape.length} tokens"
+        pieces = "" if shape.microbatches == 1 else f", in {shape.microbatches} pieces"
+        lines = [f"{n / 2**30:8.2f} GiB  {name}" for name, n in memory.items()]
+        return "\n".join(
+            [
+                *lines,
+                f"{sum(memory.values()) / 2**30:8.2f} GiB  in all, roughly",
+                f"head: {self.head_weights / 1e6:.1f} M weights, {self.head.num_layers} layers",
+                f"training: {shape.steps} steps of {texts}{pieces}",
+                f"time: roughly {minutes:.1f} minutes at {speed / 1e12:.3g} TFLOP/s, beside the answers",
+            ]
+        )
+
+
+def active_weights(config: TargetConfig) -> int:
+    """Weights of the layers that a token is multiplied with."""
+    shapes = nnx.eval_shape(lambda: build(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    whole = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(shapes.layers)))
+    if config.experts is None:
+        return whole
+    sparse = sum(map(config.is_sparse, range(config.num_layers)))
+    of_expert = 3 * config.hidden_size * config.intermediate_size
+    return whole - sparse * of_expert * (config.experts.num_experts - config.experts.top_k)
+
+
+def target_weights(config: TargetConfig) -> int:
+    return num_weights(lambda: build(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+
+
+def loss_chunk(vocab_size: int) -> int:
+    """Rows whose logits exist at a time: 128 MiB in float32 for each of a few arrays."""
+    return max(256, 2**25 // vocab_size)
+
+
+def measured_speed() -> float:
+    """FLOP/s of large products on the default device."""
+    on_cpu = jax.devices()[0].platform == "cpu"
+    n, dtype = (1024, jnp.float32) if on_cpu else (8192, jnp.bfloat16)
+    x = jnp.ones((n, n), dtype)
+    product = jax.jit(lambda x: x @ x)
+    jax.block_until_ready(product(x))
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < 0.3:
+        jax.block_until_ready(product(x))
+        count += 1
+    return 2 * n**3 * count / (time.perf_counter() - start)

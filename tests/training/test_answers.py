@@ -1,0 +1,213 @@
+"""From prompts to a head: chats as rows of tokens, the answers of the target, the mask token, the whole stage."""
+
+import json
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from peagle_jax import EngineConfig, SamplingParams, load
+from peagle_jax.checkpoint import save_target
+from peagle_jax.config import ConfigError
+from peagle_jax.model_folders import embedded
+from peagle_jax.text import Tokenizer
+from peagle_jax.training import __main__ as command
+from peagle_jax.training import answers, chats, synthesis
+from peagle_jax.training.mask_token import mask_token
+from tests import tiny
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+EOS = 0  # <|endoftext|>
+VOCAB = 8192
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random target with the embedded model's tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("target")
+    model = tiny.target(vocab_size=VOCAB, num_layers=8, eos_ids=(EOS,), max_position=256)
+    save_target(model, folder, dtype="float32")
+    shutil.copy(embedded("target") / "tokenizer.json", folder)
+    settings = json.loads((embedded("target") / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def jsonl(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(paths, folder, chat=None):
+    return chats.read(paths, Tokenizer(folder), (EOS,), chat=chat, prompt_tokens=8)
+
+
+CHAT = [
+    dict(role="user", content="add two"),
+    dict(role="assistant", content="def add(a, b):"),
+    dict(role="user", content="more"),
+    dict(role="assistant", content="    return a + b"),
+]
+
+
+def test_all_answers_of_a_chat_are_trained_to_the_token_that_ends_each(folder, tmp_path):
+    tokenizer = Tokenizer(folder)
+    (row,) = read([jsonl(tmp_path / "chats.jsonl", dict(messages=CHAT))], folder)
+    assert tokenizer.spell(row.tokens) == tokenizer.chat_text(CHAT, ending="closed")
+    trained = [
+        token for token, is_trained in zip(row.tokens, row.answer, strict=True) if is_trained
+    ]
+    written = "def add(a, b):<|endoftext|>    return a + b<|endoftext|>"
+    assert tokenizer.spell(trained) == written
+    assert not row.is_open
+    again = row.reopened()
+    assert again.is_open
+    assert tokenizer.spell(again.tokens) == tokenizer.chat_text(CHAT[:3])
+
+
+def test_prompts_go_through_the_template_and_text_does_not(folder, tmp_path):
+    tokenizer = Tokenizer(folder)
+    prompts = jsonl(tmp_path / "p.jsonl", dict(prompt="hi"), dict(prompt="hi"), dict(prompt=[5, 6]))
+    (tmp_path / "text.txt").write_text("word " * 40)
+    chat, ids, *pieces = read([prompts, tmp_path / "text.txt"], folder)
+    assert list(chat.tokens) == tokenizer.chat([dict(role="user", content="hi")])
+    assert ids.tokens == (5, 6)
+    assert pieces
+    assert all(row.is_open and len(row.tokens) == 8 for row in pieces)
+    plain, *_ = read([prompts], folder, chat=False)
+    assert list(plain.tokens) == tokenizer.encode("hi")
+
+
+@pytest.mark.parametrize(
+    "messages", [[], "hi", [dict(role="user")], [dict(role="user", content=[1])], [7]]
+)
+def test_a_line_that_is_no_chat_is_named(folder, tmp_path, messages):
+    path = jsonl(tmp_path / "bad.jsonl", dict(prompt="fine"), dict(messages=messages))
+    with pytest.raises(ConfigError, match=r"bad.jsonl:2: messages must be a list"):
+        read([path], folder)
+
+
+def test_packed_rows_hold_every_text_once():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 33, 50)
+    texts = [
+        answers.Written(np.full(n, i, np.uint32), 0, np.ones(n, bool))
+        for i, n in enumerate(lengths)
+    ]
+    rows = answers.pack(texts, 32, rng)
+    assert all(sum(len(one.tokens) for one in row) <= 32 for row in rows)
+    assert sorted(int(one.tokens[0]) for row in rows for one in row) == list(range(50))
+    assert len(rows) <= 1.2 * sum(lengths) / 32 + 1
+
+
+@pytest.mark.parametrize(
+    ("given", "used", "chosen"),
+    [
+        (None, [9], 1),  # <|mask|>
+        (None, [1, 9], 3),  # the first reserved one
+        (None, [1, *range(3, 8)], VOCAB),  # an id without a token
+        (77, [9], 77),
+        (77, [77], "--mask-token-id 77: the texts have this token"),
+    ],
+)
+def test_the_mask_token_is_one_that_no_text_has(given, used, chosen):
+    config = replace(tiny.TARGET, vocab_size=VOCAB + 8)
+    find = lambda: mask_token(given, embedded("target"), config, [np.array(used)])
+    if isinstance(chosen, int):
+        assert find() == chosen
+    else:
+        with pytest.raises(ConfigError, match=chosen):
+            find()
+
+
+def test_a_target_without_a_tokenizer_needs_a_mask_token(tmp_path):
+    with pytest.raises(ConfigError, match="give --mask-token-id"):
+        mask_token(None, tmp_path, tiny.TARGET, [np.arange(9)])
+
+
+def test_questions_are_different_and_share_no_ten_words_with_an_evaluation(folder, tmp_path):
+    evaluated = "one two three four five six seven eight nine ten eleven"
+    texts = [
+        evaluated,
+        "what is a good name?",
+        "what is a good name?",
+        "short",
+        "never ended, so not kept",
+    ]
+
+    class Engine:
+        tokenizer = Tokenizer(folder)
+        calls = 0
+
+        def generate(self, prompts, params):
+            Engine.calls += 1
+            assert Engine.tokenizer.spell(prompts[0]) == "[user] "
+            found = texts[: len(prompts)]
+            end = lambda text: "length" if "never" in text else "stop"
+            return [SimpleNamespace(text=text, finish_reason=end(text)) for text in found]
+
+    options = synthesis.SynthesisOptions(
+        num=5, max_tokens=9, temperature=1.0, concurrency=2, seed=0,
+        exclude=(jsonl(tmp_path / "eval.jsonl", dict(prompt=f"so: {evaluated}")),),
+    )  # fmt: skip
+    for _ in range(2):  # the second time nothing is left to do
+        assert synthesis.synthesize(Engine(), options, tmp_path / "out") == 1
+    assert Engine.calls == 1
+    (row,) = map(json.loads, (tmp_path / "out" / "prompts.jsonl").read_text().splitlines())
+    assert row == dict(messages=[dict(role="user", content="what is a good name?")])
+
+
+def test_a_template_without_a_users_turn_asks_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="nothing before a user's turn"):
+        synthesis.user_turn(Tokenizer(embedded("target")))
+
+
+def test_prompts_become_a_head_that_is_lossless_and_a_killed_run_goes_on(folder, tmp_path, capsys):
+    words = ["alpha", "beta", "gamma", "delta"]
+    rows = [dict(prompt=f"say {a} and {b}") for a in words for b in words]
+    prompts = jsonl(tmp_path / "prompts.jsonl", *rows, dict(messages=CHAT))
+    line = (
+        f"head --target {folder} --prompts {prompts} --out {tmp_path}/run --length 48 --max-tokens 12 "
+        "--step-tokens 96 --epochs 1 --layers 1 --concurrency 2 --num-heldout 2 --share embedding unembedding"
+    ).split()
+    assert command.main(line) == 0
+    assert "GiB  in all" in capsys.readouterr().out
+    text = tmp_path / "run" / "text"
+    with np.load(text / "train.npz") as file:
+        before = dict(file)
+    assert before["answer"].any(axis=1).all()
+    first, *_ = parts = sorted((text / "train").glob("part-*.npz"))
+    assert len(parts) == 2
+    kept = first.stat().st_mtime_ns
+    for path in (parts[-1], text / "train.npz"):
+        path.unlink()
+    assert command.main(line) == 0
+    assert first.stat().st_mtime_ns == kept
+    with np.load(text / "train.npz") as file:
+        for key, array in before.items():
+            np.testing.assert_array_equal(file[key], array)
+    config = EngineConfig(num_draft=3, max_num_seqs=1, max_model_len=64, prefill_chunk=16)
+    params, head = SamplingParams(max_tokens=12, ignore_eos=True), tmp_path / "run" / "final"
+    drafted = load(folder, head, config=config).generate(["say beta"], params)[0]
+    plain = load(folder, method="none", config=config).generate(["say beta"], params)[0]
+    assert drafted.tokens == plain.tokens
+    assert drafted.drafted > 0
+    with pytest.raises(SystemExit):
+        command.main([*line, "--max-tokens", "13"])
+    assert "answers to other prompts or options" in capsys.readouterr().err
+
+
+def test_a_plan_needs_no_weights(capsys):
+    assert (
+        command.main(["plan", "--preset", "gpt-oss-20b", "--bits", "4.25", "--tflops", "800"]) == 0
+    )
+    lines = capsys.readouterr().out
+    assert "minutes at 800 TFLOP/s" in lines
+    total = float(lines.split("GiB  in all")[0].split()[-1])
+    assert 30 < total < 80
