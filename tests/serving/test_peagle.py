@@ -1,6 +1,7 @@
 """`peagle.v1.Generation` through a live server and a stock client."""
 
 import threading
+import time
 
 import grpc
 import numpy as np
@@ -9,8 +10,10 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from peagle_jax import SamplingParams
+from serving.errors import Code
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
+from serving.stream import Ask
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT, eventually
 
@@ -245,24 +248,18 @@ def test_cancelling_frees_everything(server, stub, pace):
     server.check_freed(pace)
 
 
-def test_what_ends_at_the_clients_deadline_is_counted_so(server, stub, pace):
-    count = lambda code: server.run(server.frontend.totals()).of(
-        "peagle:requests_total", protocol="grpc", code=code
-    )
-    codes = ("DEADLINE_EXCEEDED", "CANCELLED")
-    before = [count(code) for code in codes]
-    for place in range(12):
-        with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Generate(pb.GenerateRequest(text=PROMPT), timeout=0.1 + 0.0123 * place))
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    stub.Generate(pb.GenerateRequest(text=PROMPT), timeout=LIMIT).cancel()
-    late = stub.Generate(pb.GenerateRequest(text=PROMPT), timeout=LIMIT)
-    late.initial_metadata()  # accepted
-    late.cancel()
-    server.check_freed(pace)
-    late, cancelled = (count(code) - old for code, old in zip(codes, before, strict=True))
-    assert late == 12
-    assert 1 <= cancelled <= 2  # a call that is cancelled at once may not reach the server
+@pytest.mark.parametrize(("seconds", "code"), [(0.04, "DEADLINE_EXCEEDED"), (60, "CANCELLED")])
+def test_a_client_that_leaves_at_its_deadline_is_counted_so(server, seconds, code):
+    """Its call is often cancelled before the deadline passes by the clock of the server."""
+
+    async def leave() -> Code:
+        deadline = time.monotonic() + seconds
+        ask = Ask(request_id="a", prompt=[1], params=SamplingParams(), deadline=deadline)
+        async with server.frontend.open(ask) as stream:
+            pass
+        return stream.code
+
+    assert server.run(leave()) is Code[code]
 
 
 def test_low_priorities_are_refused(server, stub):
