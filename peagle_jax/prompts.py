@@ -59,7 +59,10 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "min_p": (_is_number, "a number"),
     "stop": (lambda v: isinstance(v, str) or _is_list_of(str, v), "a string or a list of strings"),
     "stop_ids": (lambda v: _is_list_of(int, v), "a list of token ids"),
-    "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
+    **dict.fromkeys(
+        ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+        (lambda v: isinstance(v, bool), "true or false"),
+    ),
     "logit_bias": (lambda v: _is_biases(v), "an object of token ids and numbers"),
     "allowed_token_ids": (lambda v: _is_list_of(int, v), "a list of token ids"),
     "bad_words": (lambda v: _is_list_of(str, v), "a list of strings"),

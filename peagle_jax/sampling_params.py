@@ -31,7 +31,10 @@ class SamplingParams:
       min_p: drop tokens less likely than min_p times the most likely one.
       seed: random seed; equal seeds give equal outputs if each round has the same number of drafts.
         None: the request's number.
-      stop: strings that end the text; the text excludes them.
+      stop: strings that end the text.
+      include_stop_str_in_output: the text includes the stop string that ended it.
+      skip_special_tokens: the text leaves special tokens out. Otherwise it and stop strings have their spelling;
+        the end-of-sequence id that ended the text is left out in either case, unless stop strings are included.
       stop_ids: token ids that end the text, in addition to the model's end-of-sequence ids.
       ignore_eos: do not stop at the model's end-of-sequence ids.
       logprobs: number of most likely alternatives to return per token (0: only the token); None: none.
@@ -58,6 +61,8 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None

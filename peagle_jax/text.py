@@ -7,11 +7,16 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from tokenizers import Tokenizer as _Backend
 
 from peagle_jax.config import ConfigError
+from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.token_bytes import Pieces, TokenBytes
+
+Ending = Literal["reply", "continued", "closed"]
+"""See `Tokenizer.chat_text`."""
 
 _IMPORT_LOCK = threading.Lock()
 """Serialises the import of transformers: concurrent imports see a partially initialised module."""
@@ -122,6 +127,13 @@ class Tokenizer:
         """Ids of all special tokens, which `decode` leaves out."""
         return self._hidden
 
+    def shown(self, params: SamplingParams, eos_ids: Collection[int]) -> frozenset[int]:
+        """Ids of the special tokens that are part of a request's text, given the model's end-of-sequence ids."""
+        if params.skip_special_tokens:
+            return frozenset()
+        keeps_end = params.include_stop_str_in_output or params.ignore_eos
+        return self._hidden - frozenset(() if keeps_end else eos_ids)
+
     @cached_property
     def added(self) -> dict[str, int]:
         """Ids of the tokens outside the tokenizer's model, special or not, by spelling ("</think>")."""
@@ -164,13 +176,15 @@ class Tokenizer:
         return self.encode(self.chat_text(messages, **variables), special=False)
 
     def chat_text(
-        self, messages: Sequence[Mapping[str, object]], *, open_reply: bool = True, **variables
+        self, messages: Sequence[Mapping[str, object]], *, ending: Ending = "reply", **variables
     ) -> str:
-        """Text of a conversation through the model's chat template, by default with the beginning of a reply.
+        """Text of a conversation through the model's chat template.
 
         Args:
           messages: `{"role": "system", "user" or "assistant", "content": text}`, oldest first; also
             "tool_calls" of the assistant, and the role "tool", if the template supports them.
+          ending: "reply": ready for the reply; "continued": in the middle of the last message, which the model
+            goes on with; "closed": after the last message.
           variables: further template variables, such as `tools`, `reasoning_effort="low"` (GPT-OSS) or
             `enable_thinking=False` (Qwen3, Gemma 4); templates ignore unknown ones.
 
@@ -181,7 +195,11 @@ class Tokenizer:
             template = self._chat_template
         try:
             return template.apply_chat_template(
-                list(messages), add_generation_prompt=open_reply, tokenize=False, **variables
+                list(messages),
+                add_generation_prompt=ending == "reply",
+                continue_final_message=ending == "continued",
+                tokenize=False,
+                **variables,
             )
         except Exception as error:  # a template is a program of the model's author
             raise ConfigError(f"the chat template failed: {error}") from error
@@ -204,6 +222,17 @@ class Tokenizer:
             with contextlib.suppress(OSError, ValueError):
                 templates.append(path.read_text(encoding="utf-8"))
         return "\n".join(template for template in templates if isinstance(template, str))
+
+    @property
+    def description(self) -> dict:
+        """tokenizer_config.json with its chat template; special tokens are strings."""
+        settings = {
+            name: value["content"] if isinstance(value, dict) and "content" in value else value
+            for name, value in self._settings.items()
+        }
+        if self.template_source:
+            settings.setdefault("chat_template", self.template_source)
+        return {"tokenizer_class": "PreTrainedTokenizerFast"} | settings
 
     @property
     def response_template(self) -> dict | None:
@@ -282,10 +311,16 @@ class Detokenizer:
 
 
 class StopChecker:
-    """Finds stop strings in a growing output, also across token boundaries."""
+    """Finds stop strings in a growing output, also across token boundaries.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
-        self._detokenizer = Detokenizer(tokenizer)
+    Args:
+      shown: as `TextStream` takes it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], shown: Collection[int] = frozenset()
+    ):
+        self._detokenizer = Detokenizer(tokenizer, shown)
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops))
         self._seen = 0
@@ -313,6 +348,7 @@ class TextStream:
     Args:
       shown: ids of special tokens that are part of the text, as their spelling.
       min_tokens: a stop string within the text of the first `min_tokens` tokens does not end the text.
+      includes_stop: whether the text includes the stop string that ends it.
     """
 
     def __init__(
@@ -321,9 +357,10 @@ class TextStream:
         stops: Sequence[str],
         shown: Collection[int] = frozenset(),
         min_tokens: int = 0,
+        includes_stop: bool = False,
     ):
         self._detokenizer = Detokenizer(tokenizer, shown)
-        self._stops = tuple(stops)
+        self._stops, self._includes_stop = tuple(stops), includes_stop
         self._first_letters = frozenset(stop[:1] for stop in self._stops)
         self._num_early = min_tokens
         self._held = ""
@@ -349,12 +386,15 @@ class TextStream:
         return text
 
     def _cut(self, text: str, old: int) -> str:
-        """`text` before the first stop string that ends after its first `old` characters."""
+        """`text` up to the first stop string that ends after its first `old` characters."""
         if self._stopped:
             return ""
         matches = _stops_in(text, self._stops, old)
         self._stopped = bool(matches)
-        return text[: min(matches)[0]] if matches else text
+        if not matches:
+            return text
+        place, stop = min(matches)
+        return text[: place + len(stop) * self._includes_stop]
 
     def _start_of_stop(self, text: str) -> str:
         """Longest suffix of `text` that is a prefix of a stop string."""

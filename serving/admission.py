@@ -52,6 +52,10 @@ class Admission:
         self.check_count(ask)
         field = ask.spelling.get("prompt", "prompt")
         check_room(len(ask.prompt), field=field, max_model_len=self._max_model_len)
+        least = self.limits.min_priority
+        if ask.priority < least:
+            rule = f"{ask.priority} must be {least} or more (--min-priority)"
+            raise invalid(ask.spelling.get("priority", "priority"), rule)
         try:
             self._validate(ask.prompt, ask.params)
         except ConfigError as error:

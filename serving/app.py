@@ -324,6 +324,7 @@ def _servers(
         frontend,
         **common,
         allowed_hosts=settings.hosts,
+        allowed_origins=settings.origins,
         with_page=settings.page,
         gate=Gate(
             most=access.max_connections, most_per_address=access.max_per_address, reserve=RESERVE

@@ -46,11 +46,15 @@ class TokenFile(Sequence[bytes]):
         return tokens
 
 
-def token_of(header: str | bytes | None, tokens: Sequence[bytes]) -> bytes | None:
-    """The token of `tokens` that an `authorization` header carries; None if it carries none of them."""
-    if isinstance(header, str):
-        header = header.encode()
-    scheme, _, given = (header or b"").partition(b" ")
+def token_of(headers: Sequence[str | bytes], tokens: Sequence[bytes]) -> bytes | None:
+    """The token of `tokens` that the `authorization` headers of a request carry; None if they carry none of them.
+
+    There must be one such header: a proxy that checks the first would vouch for the token of another.
+    """
+    if len(headers) != 1:
+        return None
+    header = headers[0].encode() if isinstance(headers[0], str) else headers[0]
+    scheme, _, given = header.partition(b" ")
     # Compares with every token, so that the time does not reveal a partial match.
     known = [token for token in tokens if hmac.compare_digest(given.strip(), token)]
     return known[0] if known and scheme.lower() == b"bearer" else None

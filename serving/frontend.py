@@ -30,7 +30,8 @@ from serving.jobs import jobs_of
 from serving.limits import Limits
 from serving.memory import MemoryReturn
 from serving.messages import Death, Event, IdIsTaken, Listener, Load, Name, Refused, Worker
-from serving.metrics import Metrics
+from serving.metric_sums import Totals
+from serving.metrics import OPEN_REQUESTS, Metrics
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ReplyParser
 from serving.stream import Ask, Stream
@@ -125,8 +126,11 @@ class Frontend:
 
     async def count_open(self) -> int:
         """`num_open` of all servers of the engine."""
-        others = await self._worker.gather()
-        return self.num_open + int(sum(one[self.metrics.open_requests] for one in others))
+        return int((await self.totals()).of(OPEN_REQUESTS))
+
+    async def totals(self) -> Totals:
+        """Counts of all servers of the engine."""
+        return Totals([self.metrics.snapshot(), *await self._worker.gather()])
 
     async def metrics_text(self) -> bytes:
         """Metrics of all servers of the engine, in Prometheus' text format."""
@@ -196,7 +200,7 @@ class Frontend:
         tools: Sequence[Mapping] = (),
         **fields: str,
     ) -> list[int]:
-        """See `Encoder.chat`, whose `field` and `variables_field` are `fields`; raises as `encode` does."""
+        """See `Encoder.chat`, whose `field`, `variables_field` and `ending` are `fields`; raises as `encode` does."""
         async with self._limit_time():
             return await self._encoder.chat(messages, variables, tools=tools, **fields)
 
@@ -327,8 +331,7 @@ class Frontend:
     def _new_parser(self, ask: Ask) -> Callable[[], ReplyParser | None]:
         if not ask.wants_text:
             return lambda: None
-        given = (ask.prompt, ask.params.stop, ask.is_chat, ask.tools, ask.params.min_tokens)
-        return self.replies.parsers(Reply(*given))
+        return self.replies.parsers(Reply(ask.prompt, ask.is_chat, ask.tools, ask.params))
 
     def _check_state(self) -> None:
         if self.state is not State.SERVING:

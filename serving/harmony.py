@@ -53,6 +53,7 @@ class HarmonyParser:
     Args:
       tools: the request's tools; None: no message is a call.
       min_tokens: output tokens before which no stop string ends the text.
+      includes_stop: whether the text includes the stop string that ends it.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class HarmonyParser:
         ids: HarmonyIds,
         tools: Tools | None = None,
         min_tokens: int = 0,
+        includes_stop: bool = False,
     ):
         self._tokenizer, self._ids, self._tools = tokenizer, ids, tools
         self._special = ids.ends | {ids.start, ids.channel, ids.message}
-        self._stops, self._num_early = stops, min_tokens
+        self._stops, self._num_early, self._includes_stop = stops, min_tokens, includes_stop
         self._text = self._new_text()
         self._is_reasoning = False
         self._function: str | None = None
@@ -91,7 +93,12 @@ class HarmonyParser:
         return self._state(token)
 
     def _new_text(self) -> TextStream:
-        return TextStream(self._tokenizer, self._stops, min_tokens=self._num_early)
+        return TextStream(
+            self._tokenizer,
+            self._stops,
+            min_tokens=self._num_early,
+            includes_stop=self._includes_stop,
+        )
 
     # Three states, one method each. A special token changes the state.
 

@@ -11,6 +11,7 @@ class Limits:
     Args:
       max_seconds: longest time of a request from its arrival; None is no limit.
       max_n: most sequences of one request.
+      min_priority: lowest priority of a request, the one that comes first.
       max_prompt_chars: most characters of a prompt; fewer where `max_model_len` tokens cannot hold them.
       max_messages: most messages of a chat, and most parts of a message.
       max_tools: most tools of a chat.
@@ -23,6 +24,7 @@ class Limits:
 
     max_seconds: float | None = None
     max_n: int = 16
+    min_priority: int = -100
     max_prompt_chars: int = 1_000_000
     max_messages: int = 2048
     max_tools: int = 128

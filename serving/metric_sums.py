@@ -16,6 +16,22 @@ def key_of(sample: Sample) -> Key:
     return sample.name, tuple(sample.labels.items())
 
 
+class Totals:
+    """Counts of all servers of one engine."""
+
+    def __init__(self, snapshots: Sequence[Snapshot]):
+        self._snapshots = snapshots
+
+    def of(self, name: str, **labels: str) -> float:
+        """The sum of all samples of a name with these labels."""
+        return sum(
+            value
+            for snapshot in self._snapshots
+            for (sample, its), value in snapshot.items()
+            if sample == name and labels.items() <= dict(its).items()
+        )
+
+
 class Summed:
     """The metrics of a registry, with what other servers have counted added. `generate_latest` takes it.
 

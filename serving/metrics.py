@@ -17,7 +17,7 @@ from peagle_jax.engine.stats import Acceptance, DeviceMemory
 from serving.errors import Code, ServiceError
 from serving.histogram import Histogram
 from serving.messages import Event, Load, Tokens
-from serving.metric_sums import Key, Snapshot, Summed, key_of
+from serving.metric_sums import Snapshot, Summed, key_of
 from serving.stream import Stream
 
 _SECONDS = (
@@ -29,6 +29,7 @@ _PER_TOKEN = (
     *(0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 )
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+OPEN_REQUESTS = "peagle:open_requests"
 _REMEMBERED = 64  # ends of requests that the retry time is estimated from
 
 _LATENCIES = {
@@ -93,8 +94,6 @@ class Metrics:
         for histogram in self._histograms:
             self.registry.register(histogram)
         self._num_open = num_open
-        self.open_requests: Key = "peagle:open_requests", tuple(self._labels.items())
-        """The number of open requests in a snapshot."""
         self.registry.register(_EngineCollector(self._labels, config, load, num_open, memory))
         self._ends: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
         self._last_tokens: dict[object, float] = {}
@@ -113,7 +112,7 @@ class Metrics:
         own = [*self._counters.values(), *self._histograms]
         samples = [sample for one in own for family in one.collect() for sample in family.samples]
         found = {key_of(sample): sample.value for sample in samples}
-        return found | {self.open_requests: self._num_open()}
+        return found | {(OPEN_REQUESTS, tuple(self._labels.items())): self._num_open()}
 
     def round(self, events: Sequence[Event], num_tokens: int | None = None) -> None:
         """Counts the events of a device call. Its rounds have equal shares of the time since the call before.
@@ -287,7 +286,7 @@ class _EngineCollector(Collector):
             "Tokens per second that the last choice of drafts per round predicts.",
             load.predicted_rate,
         )
-        yield self._gauge("peagle:open_requests", "Requests not yet ended.", self._num_open())
+        yield self._gauge(OPEN_REQUESTS, "Requests not yet ended.", self._num_open())
         yield self._counter("peagle:rounds", "Rounds of the engine.", load.rounds)
         info = GaugeMetricFamily(
             "vllm:cache_config_info",

@@ -82,6 +82,15 @@ def _check_schedule(text: str) -> str:
         raise ValueError(error.rule) from error
 
 
+def _check_origins(text: str) -> str:
+    """Origins as browsers send them, joined by commas."""
+    origins = [one.strip().lower() for one in text.split(",")]
+    for one in origins:
+        if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+|null", one):
+            raise ValueError(f"{one!r} must be an origin, such as https://chat.example:8443, or *")
+    return ",".join(origins)
+
+
 Text = Annotated[str, _rule("left out or given", bool)]
 Size = Annotated[Text, AfterValidator(_check_size)]
 Schedule = Annotated[str, BeforeValidator(_schedule_text), AfterValidator(_check_schedule)]
@@ -93,6 +102,7 @@ Url = Annotated[
         lambda url: url.startswith(("http://", "https://")),
     ),
 ]
+Origins = Annotated[Text, AfterValidator(_check_origins)]
 Int = Annotated[int, BeforeValidator(_refuse_bool)]
 Count = Annotated[Int, _rule("at least 1", lambda count: count >= 1)]
 Mebibytes = Annotated[Int, _rule("between 1 and 1024", lambda size: 1 <= size <= 1024)]

@@ -19,6 +19,7 @@ from serving.option_types import (
     Int,
     Mebibytes,
     MoreSeconds,
+    Origins,
     Port,
     PortOrNone,
     Schedule,
@@ -203,6 +204,12 @@ class Settings(BaseSettings):
         "(default: on loopback without tokens the names of this machine, else all)",
         metavar="NAMES",
     )
+    allowed_origins: Origins | None = _option(
+        None,
+        "origins whose pages may use the HTTP port from a browser (CORS), separated by commas, such as "
+        "https://chat.example; * allows all (default: none but the server's own page)",
+        metavar="ORIGINS",
+    )
     max_connections: Count | None = _option(
         None,
         "most connections per port (default: as many as file descriptors allow, at most "
@@ -223,6 +230,11 @@ class Settings(BaseSettings):
     )
     max_message_mib: Mebibytes = _option(8, "largest accepted message, MiB", metavar="N")
     max_n: Count = _option(16, "most sequences of one request", metavar="N")
+    min_priority: Int = _option(
+        -100,
+        "lowest priority of a request; with 0 no client can pass those that ask for none",
+        metavar="N",
+    )
     max_prompt_chars: Count = _option(
         1_000_000,
         "most characters of a prompt or chat; fewer if max-model-len tokens cannot hold them",
@@ -314,6 +326,11 @@ class Settings(BaseSettings):
         if self.allowed_hosts is not None:
             return [self.host, *(name.strip() for name in self.allowed_hosts.split(","))]
         return [self.host] if self.is_loopback and not self.auth_token_file else None
+
+    @property
+    def origins(self) -> list[str]:
+        """Origins whose pages may use the HTTP port."""
+        return [] if self.allowed_origins is None else self.allowed_origins.split(",")
 
     @property
     def offers_reflection(self) -> bool:

@@ -118,6 +118,8 @@ class Usage:
 
 
 _NO_TEXT = ReplyPart()
+_EARLY_SECONDS = 0.05  # a client's deadline passes so much before the server's, and
+_EARLY_SHARE = 0.01  # by this share of the time between arrival and deadline
 
 
 @dataclass
@@ -220,7 +222,8 @@ class Stream:
 
     Attributes:
       n: sequences, within the limits of engine and server.
-      code: how the request ended: OK, CANCELLED if the client left, or the error's code; None while it is open.
+      code: how the request ended: OK, CANCELLED if the client left, DEADLINE_EXCEEDED if it did so at its deadline,
+        or the error's code; None while it is open.
       arrival, first_token, end: `time.monotonic()`.
     """
 
@@ -355,12 +358,23 @@ class Stream:
         elif not self._num_unread:
             self.code = Code.OK
         else:
-            self.code = Code.CANCELLED
+            self.code = Code.DEADLINE_EXCEEDED if self._is_late() else Code.CANCELLED
         self._on_close(self)
 
     def _wake_reader(self) -> None:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
+
+    def _is_late(self) -> bool:
+        """Whether the client has left because its own deadline passed.
+
+        Its clock begins before ours, and gRPC rounds what is left up to three digits: the call ends before the
+        deadline that the server sees.
+        """
+        deadline = self.ask.deadline
+        if deadline is None:
+            return False
+        return self.end >= deadline - _EARLY_SECONDS - _EARLY_SHARE * (deadline - self.arrival)
 
     def _expire(self) -> None:
         waited = time.monotonic() - self.arrival

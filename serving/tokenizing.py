@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from peagle_jax.config import ConfigError
-from peagle_jax.text import Tokenizer
+from peagle_jax.text import Ending, Tokenizer
 from serving.bounded_pool import BoundedPool
 from serving.errors import Code, PromptTooLong, ServiceError, invalid
 from serving.limits import Limits
@@ -20,7 +20,14 @@ _MAX_WAITING_CHATS = 1024  # short ones
 _NO_VARIABLES = {
     *("self", "messages", "conversation", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
-    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tools"),
+    *(
+        "ending",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tools",
+    ),
     "tokenizer_kwargs",
 }
 """Arguments of transformers' functions that apply a chat template. Clients may not set them."""
@@ -82,11 +89,13 @@ class Encoder:
         tools: Sequence[Mapping] = (),
         field: str,
         variables_field: str = "chat_template_kwargs",
+        ending: Ending = "reply",
     ) -> list[int]:
         """Token ids of a conversation through the model's chat template; raises as `encode` does.
 
         Args:
           variables: for the template; `variables_field` is the client's name of them.
+          ending: as `Tokenizer.chat_text` takes it.
         """
         tokenizer = self._required(field)
         messages = [_known_role(one, tokenizer.template_source) for one in messages]
@@ -99,7 +108,7 @@ class Encoder:
 
         def encode() -> list[int]:
             given = {"tools": list(tools)} if tools else {}
-            render = partial(tokenizer.chat_text, **variables, **given)
+            render = partial(tokenizer.chat_text, ending=ending, **variables, **given)
             text = _without_loss(render, messages)
             self._check_size(len(text), field, self.max_chars)
             # The template writes special tokens itself.

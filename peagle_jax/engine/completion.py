@@ -1,5 +1,6 @@
 """The result of one finished request, for callers of `Engine.generate`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peagle_jax.engine.request import PromptLogprob, Request, TokenLogprob
@@ -46,13 +47,21 @@ class Completion:
         return max(0, len(self.tokens) - 1)
 
 
-def completion_of(request: Request, tokenizer: Tokenizer | None) -> Completion:
+def completion_of(
+    request: Request, tokenizer: Tokenizer | None, eos_ids: Sequence[int]
+) -> Completion:
     """Output of a finished request."""
     text = None
     if tokenizer is not None:
         params = request.params
         stops = params.stop if isinstance(request.stop_reason, str) else ()
-        stream = TextStream(tokenizer, stops, min_tokens=params.min_tokens)
+        stream = TextStream(
+            tokenizer,
+            stops,
+            tokenizer.shown(params, eos_ids),
+            min_tokens=params.min_tokens,
+            includes_stop=params.include_stop_str_in_output,
+        )
         text = stream.add(request.output) + stream.finish()
     return Completion(
         prompt=request.prompt,

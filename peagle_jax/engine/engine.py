@@ -307,6 +307,10 @@ class Engine:
         num_draft = params.num_speculative_tokens
         if params.structured is not None and matcher is None:
             matcher = self.grammars.compile(params.structured)
+        checker = None
+        if params.stop:
+            shown = self.tokenizer.shown(params, self.target_config.eos_ids)
+            checker = StopChecker(self.tokenizer, params.stop, shown)
         request = Request(
             id=number if request_id is None else request_id,
             prompt=tokens,
@@ -314,7 +318,7 @@ class Engine:
             num_draft=self.config.most_drafts if num_draft is None else num_draft,
             seed=number if params.seed is None else params.seed,
             priority=priority,
-            stop_checker=StopChecker(self.tokenizer, params.stop) if params.stop else None,
+            stop_checker=checker,
             salt=salt,
             # N-grams are looked up among the tokens of the prefill.
             reads_prefix_cache=params.prompt_logprobs is None and not self.config.ngram,
@@ -455,4 +459,5 @@ class Engine:
             # An interrupt may come between plan and dispatch: then known pages have no contents.
             self.flush_prefix_cache()
             raise
-        return [completion_of(request, self.tokenizer) for request in requests]
+        eos_ids = self.target_config.eos_ids
+        return [completion_of(request, self.tokenizer, eos_ids) for request in requests]

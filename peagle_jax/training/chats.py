@@ -105,7 +105,7 @@ def _checked(messages) -> list[dict]:
 def _of_chat(messages: list[dict], tokenizer: Tokenizer, eos_ids: Collection[int]) -> Row:
     """Every answer is encoded by itself, as the engine writes it behind its prompt."""
     is_open = messages[-1]["role"] != "assistant"
-    whole = tokenizer.chat_text(messages, open_reply=is_open)
+    whole = tokenizer.chat_text(messages, ending="reply" if is_open else "closed")
     answers = [i for i, one in enumerate(messages) if one["role"] == "assistant"]
     starts = [len(before) for before in (tokenizer.chat_text(messages[:i]) for i in answers)]
     for i, start in zip(answers, starts, strict=True):

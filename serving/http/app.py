@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -23,12 +24,13 @@ from serving.http.errors import answer, error_answer, no_such_model
 from serving.http.generation import Generation, Reader
 from serving.http.hosts import is_allowed, name_of
 from serving.http.messages import CountTokens, Messages
+from serving.http.openapi import documentation_routes
 from serving.http.page import page_routes
-from serving.http.responses import Responses
+from serving.http.responses import CountInputTokens, Responses
 from serving.http.tokens import Detokenize, Tokenize
 from serving.version import NAME, VERSION
 
-_PROBES = ("/health", "/ready")
+_PROBES = ("/health", "/ready", "/ping")
 
 
 def make_app(
@@ -37,6 +39,7 @@ def make_app(
     tokens: Sequence[bytes],
     max_bytes: int,
     allowed_hosts: Collection[str] | None = None,
+    allowed_origins: Collection[str] = (),
     with_page: bool = True,
 ) -> ASGIApp:
     """The application.
@@ -45,40 +48,71 @@ def make_app(
       tokens: bearer tokens, read again for every request; if empty, no token is needed.
       max_bytes: most bytes of a request's body.
       allowed_hosts: allowed names in the Host header, in addition to those of this machine; None allows all.
+      allowed_origins: origins whose pages may use the server from a browser; "*" allows all.
       with_page: whether `/` leads to the page.
     """
     pages = _Pages(frontend)
     reader = Reader(max_bytes=max_bytes, on_free=frontend.memory.schedule)
+    generating = [
+        Completions(frontend),
+        Chat(frontend),
+        Messages(frontend),
+        CountTokens(frontend),
+        Responses(frontend),
+        CountInputTokens(frontend),
+        Tokenize(frontend),
+        Detokenize(frontend),
+    ]
     routes = [
         Route("/health", pages.health),
+        Route("/ping", pages.health, methods=["GET", "POST"]),
         Route("/ready", pages.health),
         Route("/metrics", pages.metrics),
         Route("/version", pages.version),
         Route("/reset_prefix_cache", pages.reset_prefix_cache, methods=["POST"]),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),
+        Route("/tokenizer_info", pages.tokenizer_info),
         *(
             Route(one.path, Generation(one, frontend, reader), methods=["POST"])
-            for one in (
-                Completions(frontend),
-                Chat(frontend),
-                Messages(frontend),
-                CountTokens(frontend),
-                Responses(frontend),
-                Tokenize(frontend),
-                Detokenize(frontend),
-            )
+            for one in generating
         ),
     ]
-    static = page_routes() if with_page else []
+    static = documentation_routes(generating) + (page_routes() if with_page else [])
     app = Starlette(routes=routes + static, exception_handlers={HTTPException: _no_such_page})
-    return _Guard(
-        app,
-        tokens,
-        allowed_hosts,
-        frontend,
-        without_token=frozenset(route.path for route in static),
+    app.router.redirect_slashes = False
+    files = frozenset(route.path for route in static)
+    guard = _Guard(app, tokens, allowed_hosts, frontend, without_token=files)
+    outermost = _WithoutSlash(guard, files)
+    if not allowed_origins:
+        return outermost
+    # Outermost: a preflight request has no token, and a page may read a refusal only with the headers of its origin.
+    return CORSMiddleware(
+        outermost,
+        allow_origins=allowed_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["retry-after", "x-request-id"],
     )
+
+
+class _WithoutSlash:
+    """Reads a path that ends in a slash as the same path without it.
+
+    Starlette would redirect, to an absolute address: behind a proxy it lacks https and the proxy's own path.
+
+    Args:
+      exact: paths of files, in which a slash at the end changes what relative links mean.
+    """
+
+    def __init__(self, app: ASGIApp, exact: frozenset[str]):
+        self._app, self._exact = app, exact
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].rstrip("/")
+        if path and not {path, scope["path"]} & self._exact:
+            scope = {**scope, "path": path}
+        await self._app(scope, receive, send)
 
 
 class _Guard:
@@ -106,14 +140,14 @@ class _Guard:
         await error_answer(error, content=dialect.error)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ServiceError | None:
-        headers = dict(scope["headers"])
+        values = lambda name: [value for key, value in scope["headers"] if key == name]
         if scope.get("state", {}).get(RESERVED):
             return ServiceError(
                 Code.UNAVAILABLE,
                 "too many connections are open; try again, or use another server",
                 retry_after=1.0,
             )
-        host = headers.get(b"host")
+        host = next(iter(values(b"host")), None)
         if None not in (host, self._allowed_hosts) and not is_allowed(host, self._allowed_hosts):
             return ServiceError(
                 Code.PERMISSION_DENIED,
@@ -122,12 +156,12 @@ class _Guard:
             )
         if scope["path"] in self._without_token:
             return None
-        key = headers.get(b"x-api-key")  # of Anthropic's clients
-        given = headers.get(b"authorization", None if key is None else b"Bearer " + key)
+        keys = values(b"x-api-key")  # of Anthropic's clients
+        given = values(b"authorization") or [b"Bearer " + key for key in keys]
         token = token_of(given, self._tokens)
         if self._tokens and token is None:
             return ServiceError(
-                Code.UNAUTHENTICATED, "send a known token: Authorization: Bearer TOKEN"
+                Code.UNAUTHENTICATED, "send one known token: Authorization: Bearer TOKEN"
             )
         caller.enter(token)
         return None
@@ -150,6 +184,12 @@ class _Pages:
 
     async def version(self, request: Request) -> Response:
         return answer({"version": VERSION})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        tokenizer = self._frontend.tokenizer
+        if tokenizer is None:
+            return error_answer(ServiceError(Code.NOT_FOUND, "this model has no tokenizer"))
+        return answer(tokenizer.description)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         try:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationInfo, WrapValidator
 
+from peagle_jax.text import Ending
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.dialect import OPENAI
@@ -22,8 +23,6 @@ from serving.tools import Arguments, call_id
 NO_MARKS = "the prefix cache needs no marks"
 _OF_OTHERS = "the text and reasoning_content have what the model reads"
 VERBOSITY = "models have no such control"
-WHOLE_TURNS = "messages are whole, and an answer follows"
-OWN_TEMPLATE = "the model's own template is used"
 _REASONING = "answers have the reasoning, if the model marks it"
 _VARIABLE = "send chat_template_kwargs"
 
@@ -87,7 +86,10 @@ class Message(Fields):
     role: str
     refusal: str | None = None
     content: Annotated[
-        list[Part], FailFast(), BeforeValidator(check_length), WrapValidator(_text)
+        list[Part],
+        FailFast(),
+        BeforeValidator(check_length),
+        WrapValidator(_text, json_schema_input_type=str | list[Part]),
     ] = Field(None, validate_default=True)
     # Templates may use these.
     name: str | None = None
@@ -104,8 +106,8 @@ class Message(Fields):
     thinking_blocks: ignored(_OF_OTHERS, []) = None
     function_call: refused("send tool_calls") = None
     audio: refused("there are texts only") = None
-    prefix: refused(WHOLE_TURNS, False) = None
-    partial: refused(WHOLE_TURNS, False) = None
+    prefix: refused("send continue_final_message", False) = None
+    partial: refused("send continue_final_message", False) = None
 
     def variables(self, arguments: Arguments, field: str) -> dict[str, object]:
         """The message as chat templates take it.
@@ -125,7 +127,30 @@ class Message(Fields):
         return {"role": self.role, "content": self.content, **given}
 
 
-class ChatFields(SharedFields, ToolFields):
+class TemplateFields(ToolFields):
+    """Fields of a request about the chat template."""
+
+    chat_template_kwargs: dict[str, object] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: refused("the model's own template is used") = None
+
+    @property
+    def ending(self) -> Ending:
+        """How the prompt ends.
+
+        Raises:
+          ServiceError: INVALID_ARGUMENT; the fields contradict each other.
+        """
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                rule = "a reply cannot begin within a message; leave add_generation_prompt out"
+                raise invalid("continue_final_message", rule)
+            return "continued"
+        return "closed" if self.add_generation_prompt is False else "reply"
+
+
+class ChatFields(SharedFields, TemplateFields):
     """Fields of a request."""
 
     messages: Annotated[
@@ -135,7 +160,6 @@ class ChatFields(SharedFields, ToolFields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, object] | None = None
     reasoning_effort: str | None = None
 
     prediction: ignored("drafts are the head's") = None
@@ -146,10 +170,7 @@ class ChatFields(SharedFields, ToolFields):
     modalities: refused("there are texts only", ["text"]) = None
     audio: refused("there are texts only") = None
     web_search_options: refused("send tools") = None
-    add_generation_prompt: refused(WHOLE_TURNS, True) = None
-    continue_final_message: refused(WHOLE_TURNS, False) = None
     add_special_tokens: refused("the template writes them", False) = None
-    chat_template: refused(OWN_TEMPLATE) = None
     documents: refused("send them as messages", []) = None
     include_reasoning: refused(_REASONING, True) = None
     separate_reasoning: refused(_REASONING, True) = None
@@ -254,6 +275,9 @@ class Chat(Route[ChatFields]):
         ]
         if frontend.replies.name == "harmony":
             messages = [_with_thinking(message) for message in messages]
+            if not fields.skip_special_tokens:
+                rule = "must be true: special tokens of this model mark the parts of a reply"
+                raise invalid("skip_special_tokens", rule)
         variables = dict(fields.chat_template_kwargs or {})
         if fields.reasoning_effort is not None:
             variables["reasoning_effort"] = fields.reasoning_effort
@@ -272,9 +296,13 @@ class Chat(Route[ChatFields]):
             spelling=spelling,
         )
 
+        ending = fields.ending
+
         async def encode() -> Ask:
             field = spelling["prompt"]
-            prompt = await frontend.chat(messages, variables, tools=tools, field=field)
+            prompt = await frontend.chat(
+                messages, variables, tools=tools, field=field, ending=ending
+            )
             return replace(ask, prompt=prompt)
 
         return Conversation(encode, options, is_parallel=fields.parallel_tool_calls)

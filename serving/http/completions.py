@@ -5,6 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import FailFast, Field
 
+from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text import Tokenizer
 from serving.errors import invalid
 from serving.frontend import Frontend
@@ -36,7 +37,7 @@ class CompletionFields(SharedFields):
     logprobs: int | None = None
     echo: bool = False
     prompt_logprobs: int | None = None
-    suffix: refused("texts are continued at their end", "") = None
+    suffix: str | None = None
     prompt_embeds: refused("send text or token ids") = None
     add_special_tokens: refused("send token ids", True) = None
 
@@ -66,6 +67,8 @@ class Completions(Route[CompletionFields]):
             prompt_logprobs=echo.num_scores,
         )
         unencoded = _prompts(fields.prompt, options.n, frontend.limits.max_n)
+        if fields.suffix:
+            unencoded = _with_suffix(unencoded, fields, frontend.tokenizer)
         ask = Ask(
             request_id=caller.request_id,
             prompt=[],
@@ -92,7 +95,7 @@ class Completions(Route[CompletionFields]):
                 frontend.name,
                 objects=("text_completion", "text_completion"),
                 options=options,
-                choices=_Choices(frontend, options, echo, prompts, echoed),
+                choices=_Choices(frontend, ask.params, options, echo, prompts, echoed),
                 num_prompt=sum(map(len, prompts)),
             )
             return Call(asks=asks, answer=answer)
@@ -110,6 +113,30 @@ def _prompts(prompt: str | list, n: int, most: int) -> list[str | list[int]]:
         rule = f"{num_prompts} prompts{times} are more than the {most} sequences that a request may have (--max-n)"
         raise invalid("prompt", rule)
     return prompt
+
+
+_FILL_IN_MIDDLE = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+)
+"""Tokens before the text, between it and what follows, and after that, where the model fills in the middle."""
+
+
+def _with_suffix(
+    prompts: list[str | list[int]], fields: CompletionFields, tokenizer: Tokenizer | None
+) -> list[str]:
+    """The prompts of a model that fills in what stands between each of them and the suffix."""
+    added = {} if tokenizer is None else tokenizer.added
+    marks = next((one for one in _FILL_IN_MIDDLE if added.keys() >= {*one}), None)
+    if marks is None:
+        raise invalid("suffix", "this model has no tokens to fill in the middle; leave it out")
+    if fields.echo:
+        raise invalid("echo", "is not for texts with a suffix; leave one of the two out")
+    if not all(isinstance(one, str) for one in prompts):
+        raise invalid("suffix", "needs a prompt that is text")
+    before, between, after = marks
+    return [f"{before}{one}{between}{fields.suffix}{after}" for one in prompts]
 
 
 @dataclass(frozen=True)
@@ -158,12 +185,14 @@ class _Choices:
     def __init__(
         self,
         frontend: Frontend,
+        params: SamplingParams,
         options: Options,
         echo: _Echo,
         prompts: list[list[int]],
         echoed: list[str],
     ):
         self._tokenizer, self._options, self._prompts = frontend.tokenizer, options, prompts
+        self._shown = frontend.replies.shown(params)
         self._echo, self._echoed = echo, echoed
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._rounds = Rounds(frontend.tokenizer)
@@ -171,7 +200,7 @@ class _Choices:
     def part(self, index: int, delta: Delta) -> dict:
         is_first, place = index not in self._logprobs, index // self._options.n
         if is_first:
-            self._logprobs[index] = CompletionLogprobs(self._tokenizer)
+            self._logprobs[index] = CompletionLogprobs(self._tokenizer, self._shown)
         if self._echo.drops_output:
             delta = replace(delta, tokens=[], text="", logprobs=delta.logprobs and [])
         text, finish = delta.text, delta.finish

@@ -24,6 +24,15 @@ RESERVED = "is_reserved"
 WRITE = "write"
 """Key in the same state: `Connection.write_chunk` of this request; missing if its answer has no chunks (HTTP/1.0)."""
 _CLOSE = (b"connection", b"close")
+_HTTP2 = b"PRI * HTTP/2.0\r\n"
+_GOODBYE = b"this server speaks HTTP/1.1"
+_NO_HTTP2 = (
+    # A frame is the length of its payload, its type, flags, stream and payload: empty SETTINGS, and GOAWAY with
+    # the last stream, the error HTTP_1_1_REQUIRED and a text.
+    bytes(3) + b"\x04" + bytes(5)
+    + (8 + len(_GOODBYE)).to_bytes(3) + b"\x07" + bytes(5) + bytes(4) + (0xD).to_bytes(4) + _GOODBYE
+)  # fmt: skip
+"""Answer to clients that begin with HTTP/2; they would not understand one in HTTP/1.1 (RFC 9113)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +98,9 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         """Checks a head before the parser reads it."""
         if self.conn.their_state is h11.IDLE:
+            if self.cycle is None and self.conn.trailing_data[0].startswith(_HTTP2):
+                self._close_with(_NO_HTTP2)
+                return
             fault = find_fault(self.conn.trailing_data[0])
             if fault is not None:
                 self._refuse(400, f"{fault} (RFC 9112)")
@@ -184,8 +196,14 @@ class Connection(H11Protocol):
             headers = [(b"content-type", b"application/json"), _CLOSE]
             response = h11.Response(status_code=status, headers=headers)
             body = h11.Data(data=dump(content_of(status, message)))
-            for event in (response, body, h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event))
+            events = (response, body, h11.EndOfMessage())
+            self._close_with(b"".join(map(self.conn.send, events)))
+        else:
+            self._close_with(b"")
+
+    def _close_with(self, last: bytes) -> None:
+        """Sends the last bytes of the connection, and discards what the client still sends."""
+        self.transport.write(last)
         self._is_refusing = True
         self.transport.close()
         self._abort_later()

@@ -22,6 +22,7 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
+from pydantic.json_schema import SkipJsonSchema
 
 from peagle_jax.sampling_params import MAX_BIAS
 from serving.errors import ServiceError, invalid, shortened
@@ -232,7 +233,7 @@ def refused(reason: str, *neutral: object) -> Any:
             raise ValueError(f"is not supported: {reason}")
         return value
 
-    return Annotated[Any, Refused(reason, neutral), AfterValidator(check)]
+    return Annotated[Any, Refused(reason, neutral), SkipJsonSchema(), AfterValidator(check)]
 
 
 def _is_one(value: object, values: tuple[object, ...]) -> bool:
@@ -270,6 +271,6 @@ Integers = Annotated[list[int], FailFast(), described("must be a list of integer
 Texts = Annotated[
     list[str],
     FailFast(),
-    BeforeValidator(_listed),
+    BeforeValidator(_listed, json_schema_input_type=str | list[str]),
     described("must be a string or a list of strings"),
 ]

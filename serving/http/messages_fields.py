@@ -41,7 +41,10 @@ def _as_blocks(value: object) -> object:
 
 
 TextBlocks = Annotated[
-    list[TextBlock], FailFast(), BeforeValidator(check_length), BeforeValidator(_as_blocks)
+    list[TextBlock],
+    FailFast(),
+    BeforeValidator(check_length),
+    BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock]),
 ]
 """Text, or a list of blocks of text."""
 
@@ -77,7 +80,10 @@ class Message(Fields):
         described("must be user, assistant or system"),
     ]
     content: Annotated[
-        list[Block], FailFast(), BeforeValidator(check_length), BeforeValidator(_as_blocks)
+        list[Block],
+        FailFast(),
+        BeforeValidator(check_length),
+        BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
     ]
 
 

@@ -72,7 +72,8 @@ class OpenAiAnswer:
         return [chunk]
 
     def _chunk(self, index: int, delta: Delta) -> dict:
-        return self._envelope | {"choices": [self._choices.part(index, delta)]}
+        chunk = self._envelope | {"choices": [self._choices.part(index, delta)]}
+        return chunk | {"usage": None} if self._options.with_usage else chunk
 
     def _template(self, index: int, field: TextField, delta: Delta) -> Template:
         """The template of a chunk that has no other text than `field`."""

@@ -58,6 +58,8 @@ class SharedFields(Fields):
     seed: int | None = None
     stop: Texts = ()
     stop_token_ids: Integers = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     num_speculative_tokens: int | None = None
     cache_salt: Annotated[str, AfterValidator(_salt)] | None = None
@@ -87,8 +89,6 @@ class SharedFields(Fields):
     best_of: refused("send n", 1) = None
     length_penalty: refused(_NO_BEAMS, 1) = None
     use_beam_search: refused(_NO_BEAMS, False) = None
-    include_stop_str_in_output: refused("texts end before a stop string", False) = None
-    skip_special_tokens: refused("texts have no special tokens", True) = None
     truncate_prompt_tokens: refused("send the part of the prompt that is to be read") = None
     prompt_logprobs: refused("/v1/completions has them") = None
     return_tokens_as_token_ids: refused("send return_token_ids", False) = None
@@ -206,6 +206,8 @@ def read_params(
         seed=None if fields.seed == -1 else fields.seed,  # vLLM writes -1 for none
         stop=fields.stop,
         stop_ids=fields.stop_token_ids,
+        include_stop_str_in_output=fields.include_stop_str_in_output,
+        skip_special_tokens=fields.skip_special_tokens,
         ignore_eos=fields.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

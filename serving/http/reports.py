@@ -1,6 +1,6 @@
 """Parts of an answer beside its text: log-probabilities, usage, counts of speculation."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from peagle_jax.engine.request import PromptLogprob, TokenLogprob
@@ -17,11 +17,15 @@ _LOWEST = -9999.0  # in place of minus infinity, which JSON does not have; vLLM 
 
 
 class CompletionLogprobs:
-    """Makes `logprobs` of completions. One object per sequence, because it counts text offsets."""
+    """Makes `logprobs` of completions. One object per sequence, because it counts text offsets.
 
-    def __init__(self, tokenizer: Tokenizer | None):
+    Args:
+      shown: ids of special tokens that are part of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, shown: Collection[int] = frozenset()):
         self._tokenizer = tokenizer
-        self._text = Detokenizer(tokenizer) if tokenizer else None
+        self._text = Detokenizer(tokenizer, shown) if tokenizer else None
         self._offset = 0
 
     def of(

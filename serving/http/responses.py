@@ -55,6 +55,27 @@ class Responses(Route[ResponsesFields]):
         return encode
 
 
+class CountInputTokens(Route[ResponsesFields]):
+    """`/v1/responses/input_tokens`: the tokens of a prompt; see `Route`."""
+
+    path = "/v1/responses/input_tokens"
+    dialect = RESPONSES
+    fields = ResponsesFields
+
+    def __init__(self, frontend: Frontend):
+        super().__init__(frontend)
+        self._chat = Chat(frontend)
+
+    def _prepare(self, fields: ResponsesFields, caller: Caller) -> Encode:
+        talk = self._chat.converted(fields.as_chat(), caller, method=self.path, names=_SPELLING)
+
+        async def encode() -> dict:
+            count = len((await talk.encode()).prompt)
+            return {"object": "response.input_tokens", "input_tokens": count}
+
+        return encode
+
+
 def _envelope(fields: ResponsesFields, response_id: str, model: str) -> dict:
     """The response without its output; it repeats what the client asked for, the input aside."""
     tools = [_tool(one) for one in fields.tools if not one.is_hosted]

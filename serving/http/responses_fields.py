@@ -45,7 +45,12 @@ def _as_parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-Parts = Annotated[list[Part], FailFast(), BeforeValidator(check_length), BeforeValidator(_as_parts)]
+Parts = Annotated[
+    list[Part],
+    FailFast(),
+    BeforeValidator(check_length),
+    BeforeValidator(_as_parts, json_schema_input_type=str | list[Part]),
+]
 
 
 class Item(Fields):
@@ -158,7 +163,7 @@ class ResponsesFields(Fields):
         FailFast(),
         BeforeValidator(check_length),
         BeforeValidator(check_messages),
-        BeforeValidator(_as_items),
+        BeforeValidator(_as_items, json_schema_input_type=str | list[Item]),
     ]
     instructions: str | None = None
     max_output_tokens: int | None = None

@@ -63,6 +63,7 @@ class HttpServer:
       certificates: None serves without TLS.
       max_message_bytes: most bytes of a request's body.
       allowed_hosts: allowed names in the Host header; None allows all.
+      allowed_origins: see `make_app`.
       with_page: whether `/` leads to the page.
       idle_seconds: how long a connection without requests stays open.
       gate: limits of connections.
@@ -77,6 +78,7 @@ class HttpServer:
         certificates: Certificates | None = None,
         max_message_bytes: int = 8 << 20,
         allowed_hosts: Sequence[str] | None = None,
+        allowed_origins: Sequence[str] = (),
         with_page: bool = True,
         idle_seconds: float = 300.0,
         gate: Gate | None = None,
@@ -88,6 +90,7 @@ class HttpServer:
                 tokens=tokens,
                 max_bytes=max_message_bytes,
                 allowed_hosts=allowed_hosts,
+                allowed_origins=allowed_origins,
                 with_page=with_page,
             ),
             http=Connection,

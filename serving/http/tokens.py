@@ -5,21 +5,14 @@ from typing import Annotated
 from pydantic import BeforeValidator, FailFast
 
 from serving.errors import invalid
-from serving.http.chat import (
-    OWN_TEMPLATE,
-    WHOLE_TURNS,
-    Message,
-    check_length,
-    check_messages,
-)
+from serving.http.chat import Message, TemplateFields, check_length, check_messages
 from serving.http.dialect import OPENAI
-from serving.http.fields import Fields, Integers, refused
+from serving.http.fields import Fields, Integers
 from serving.http.route import Caller, Encode, Route
-from serving.http.tools import ToolFields
 from serving.tools import Arguments
 
 
-class TokenizeFields(ToolFields):
+class TokenizeFields(TemplateFields):
     """Fields of `/tokenize`: a prompt, or the messages of a chat."""
 
     model: str | None = None
@@ -32,10 +25,6 @@ class TokenizeFields(ToolFields):
     ] = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
-    chat_template_kwargs: dict[str, object] | None = None
-    add_generation_prompt: refused(WHOLE_TURNS, True) = None
-    continue_final_message: refused(WHOLE_TURNS, False) = None
-    chat_template: refused(OWN_TEMPLATE) = None
 
 
 class DetokenizeFields(Fields):
@@ -87,8 +76,10 @@ class Tokenize(Route[TokenizeFields]):
             message.variables(arguments, f"messages[{place}]")
             for place, message in enumerate(fields.messages)
         ]
-        variables = fields.chat_template_kwargs or {}
-        return lambda: self._frontend.chat(messages, variables, tools=tools, field="messages")
+        variables, ending = fields.chat_template_kwargs or {}, fields.ending
+        return lambda: self._frontend.chat(
+            messages, variables, tools=tools, field="messages", ending=ending
+        )
 
 
 class Detokenize(Route[DetokenizeFields]):

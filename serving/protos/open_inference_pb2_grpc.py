@@ -59,6 +59,21 @@ class GRPCInferenceServiceStub:
                 request_serializer=serving_dot_protos_dot_open__inference__pb2.ModelMetadataRequest.SerializeToString,
                 response_deserializer=serving_dot_protos_dot_open__inference__pb2.ModelMetadataResponse.FromString,
                 _registered_method=True)
+        self.ModelConfig = channel.unary_unary(
+                '/peagle.compat.open_inference.GRPCInferenceService/ModelConfig',
+                request_serializer=serving_dot_protos_dot_open__inference__pb2.ModelConfigRequest.SerializeToString,
+                response_deserializer=serving_dot_protos_dot_open__inference__pb2.ModelConfigResponse.FromString,
+                _registered_method=True)
+        self.ModelStatistics = channel.unary_unary(
+                '/peagle.compat.open_inference.GRPCInferenceService/ModelStatistics',
+                request_serializer=serving_dot_protos_dot_open__inference__pb2.ModelStatisticsRequest.SerializeToString,
+                response_deserializer=serving_dot_protos_dot_open__inference__pb2.ModelStatisticsResponse.FromString,
+                _registered_method=True)
+        self.RepositoryIndex = channel.unary_unary(
+                '/peagle.compat.open_inference.GRPCInferenceService/RepositoryIndex',
+                request_serializer=serving_dot_protos_dot_open__inference__pb2.RepositoryIndexRequest.SerializeToString,
+                response_deserializer=serving_dot_protos_dot_open__inference__pb2.RepositoryIndexResponse.FromString,
+                _registered_method=True)
         self.ModelInfer = channel.unary_unary(
                 '/peagle.compat.open_inference.GRPCInferenceService/ModelInfer',
                 request_serializer=serving_dot_protos_dot_open__inference__pb2.ModelInferRequest.SerializeToString,
@@ -99,6 +114,25 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ModelMetadata(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ModelConfig(self, request, context):
+        """Triton's own calls, which its load generators and dashboards make first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ModelStatistics(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RepositoryIndex(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,6 +180,21 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
                     servicer.ModelMetadata,
                     request_deserializer=serving_dot_protos_dot_open__inference__pb2.ModelMetadataRequest.FromString,
                     response_serializer=serving_dot_protos_dot_open__inference__pb2.ModelMetadataResponse.SerializeToString,
+            ),
+            'ModelConfig': grpc.unary_unary_rpc_method_handler(
+                    servicer.ModelConfig,
+                    request_deserializer=serving_dot_protos_dot_open__inference__pb2.ModelConfigRequest.FromString,
+                    response_serializer=serving_dot_protos_dot_open__inference__pb2.ModelConfigResponse.SerializeToString,
+            ),
+            'ModelStatistics': grpc.unary_unary_rpc_method_handler(
+                    servicer.ModelStatistics,
+                    request_deserializer=serving_dot_protos_dot_open__inference__pb2.ModelStatisticsRequest.FromString,
+                    response_serializer=serving_dot_protos_dot_open__inference__pb2.ModelStatisticsResponse.SerializeToString,
+            ),
+            'RepositoryIndex': grpc.unary_unary_rpc_method_handler(
+                    servicer.RepositoryIndex,
+                    request_deserializer=serving_dot_protos_dot_open__inference__pb2.RepositoryIndexRequest.FromString,
+                    response_serializer=serving_dot_protos_dot_open__inference__pb2.RepositoryIndexResponse.SerializeToString,
             ),
             'ModelInfer': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelInfer,
@@ -293,6 +342,87 @@ class GRPCInferenceService:
             '/peagle.compat.open_inference.GRPCInferenceService/ModelMetadata',
             serving_dot_protos_dot_open__inference__pb2.ModelMetadataRequest.SerializeToString,
             serving_dot_protos_dot_open__inference__pb2.ModelMetadataResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ModelConfig(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/peagle.compat.open_inference.GRPCInferenceService/ModelConfig',
+            serving_dot_protos_dot_open__inference__pb2.ModelConfigRequest.SerializeToString,
+            serving_dot_protos_dot_open__inference__pb2.ModelConfigResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ModelStatistics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/peagle.compat.open_inference.GRPCInferenceService/ModelStatistics',
+            serving_dot_protos_dot_open__inference__pb2.ModelStatisticsRequest.SerializeToString,
+            serving_dot_protos_dot_open__inference__pb2.ModelStatisticsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RepositoryIndex(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/peagle.compat.open_inference.GRPCInferenceService/RepositoryIndex',
+            serving_dot_protos_dot_open__inference__pb2.RepositoryIndexRequest.SerializeToString,
+            serving_dot_protos_dot_open__inference__pb2.RepositoryIndexResponse.FromString,
             options,
             channel_credentials,
             insecure,

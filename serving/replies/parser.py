@@ -1,11 +1,12 @@
 """Chooses the parser of a model's replies, and makes one for each sequence."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from peagle_jax.config import ConfigError
+from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.structured import Structured
 from peagle_jax.text import TextStream, Tokenizer
 from serving.errors import Code, ServiceError
@@ -24,8 +25,8 @@ _TAIL = 2048
 class PlainParser:
     """All output is text."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int = 0):
-        self._text = TextStream(tokenizer, stops, min_tokens=min_tokens)
+    def __init__(self, text: TextStream):
+        self._text = text
 
     def add(self, tokens: Sequence[int]) -> ReplyPart:
         """See `ReplyParser`."""
@@ -47,22 +48,10 @@ class TextParser(Protocol):
 
 
 class DecodedParser:
-    """A parser of text, fed with tokens.
+    """A parser of text, fed with tokens."""
 
-    Args:
-      shown: ids of special tokens that are part of the text.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stops: Sequence[str],
-        shown: Collection[int],
-        parser: TextParser,
-        min_tokens: int = 0,
-    ):
-        self._text = TextStream(tokenizer, stops, shown, min_tokens=min_tokens)
-        self._parser = parser
+    def __init__(self, text: TextStream, parser: TextParser):
+        self._text, self._parser = text, parser
 
     def add(self, tokens: Sequence[int]) -> ReplyPart:
         """See `ReplyParser`."""
@@ -79,17 +68,15 @@ class Reply:
 
     Args:
       prompt: token ids.
-      stops: stop strings, which are not part of the text.
       is_chat: whether reasoning and calls are separated from the text.
       tools: the tools that may be called, as `Tools` takes them; none: calls are text.
-      min_tokens: tokens before which no stop string ends the text.
+      params: its stop strings, and which special tokens are text.
     """
 
     prompt: Sequence[int]
-    stops: Sequence[str]
     is_chat: bool
     tools: Sequence[dict] = ()
-    min_tokens: int = 0
+    params: SamplingParams = field(default_factory=SamplingParams)
 
 
 class Replies:
@@ -157,20 +144,30 @@ class Replies:
             constraint = Structured.grammar((grammars.must if must_call else grammars.may)(*given))
         return constraint if self._channels is None else replace(constraint, reasoning="none")
 
+    def shown(self, params: SamplingParams) -> frozenset[int]:
+        """Ids of special tokens that are part of a request's text."""
+        tokenizer = self._tokenizer
+        return frozenset() if tokenizer is None else tokenizer.shown(params, self._end_ids)
+
     def parsers(self, reply: Reply) -> Callable[[], ReplyParser | None]:
         """A function that returns a new parser for each sequence; None without a tokenizer.
 
         Raises:
           ServiceError: FAILED_PRECONDITION; the tokenizer's own template is not valid.
         """
-        tokenizer, stops, least = self._tokenizer, reply.stops, reply.min_tokens
+        tokenizer, params = self._tokenizer, reply.params
         if tokenizer is None:
             return lambda: None
+        stops = dict(min_tokens=params.min_tokens, includes_stop=params.include_stop_str_in_output)
+        shown = self.shown(params)
+        new_stream = lambda more=frozenset(): TextStream(
+            tokenizer, params.stop, shown | more, **stops
+        )
         if not reply.is_chat or self.name == "none":
-            return partial(PlainParser, tokenizer, stops, least)
+            return lambda: PlainParser(new_stream())
         tools = Tools(reply.tools) if reply.tools else None
         if self._channels is not None:
-            return partial(HarmonyParser, tokenizer, stops, self._channels, tools, least)
+            return partial(HarmonyParser, tokenizer, params.stop, self._channels, tools, **stops)
         prompt = tokenizer.spell(reply.prompt[-_TAIL:])
         if self._format is None:
             new_text = partial(_template_text, tokenizer, prompt, tools)
@@ -179,7 +176,7 @@ class Replies:
             opening = (self._format.reasoning or ("",))[0].rstrip()
             is_reasoning = bool(opening) and prompt.rstrip().endswith(opening)
             new_text = partial(MarkedText, self._format, tools=tools, is_reasoning=is_reasoning)
-        return lambda: DecodedParser(tokenizer, stops, self._shown, new_text(), least)
+        return lambda: DecodedParser(new_stream(self._shown), new_text())
 
     def _choose(self, tokenizer: Tokenizer, choice: str) -> None:
         own = tokenizer.response_template

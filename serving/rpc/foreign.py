@@ -30,8 +30,8 @@ def pool(
     """Descriptors for reflection.
 
     Args:
-      own: files that are added unchanged; they have no dependencies.
-      renamed: files by the package that they are moved into; they have no dependencies either.
+      own: files that are added unchanged, each after those that it depends on.
+      renamed: files by the package that they are moved into; they have no dependencies.
     """
     descriptors = descriptor_pool.DescriptorPool()
     for file in own:

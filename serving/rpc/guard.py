@@ -72,8 +72,8 @@ class Guard(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return handler
-        metadata = dict(details.invocation_metadata)
-        token = token_of(metadata.get("authorization"), self._tokens)
+        headers = [value for key, value in details.invocation_metadata if key == "authorization"]
+        token = token_of(headers, self._tokens)
         if self._tokens and token is None and not details.method.startswith(_OPEN):
             behaviour, read = _refuse, _read_nothing
             if handler.response_streaming:
@@ -222,7 +222,7 @@ async def _read_nothing(stream: AsyncIterator[bytes]) -> None:
 async def _refuse(request, context):
     raise ServiceError(
         Code.UNAUTHENTICATED,
-        "send a known token as metadata: authorization: Bearer TOKEN",
+        "send one known token as metadata: authorization: Bearer TOKEN",
     )
 
 

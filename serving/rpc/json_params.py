@@ -127,6 +127,8 @@ _READERS: dict[str, Callable] = {
     "seed": _int,
     "stop": _strings,
     "stop_token_ids": _ints,
+    "include_stop_str_in_output": _bool,
+    "skip_special_tokens": _bool,
     "ignore_eos": _bool,
     "n": _int,
     "num_speculative_tokens": _int,
@@ -150,9 +152,7 @@ _NEUTRAL = {
     "logprobs": (None,),
     "prompt_logprobs": (None,),
     "guided_decoding": (None,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "include_stop_str_in_output": (False,),
     "detokenize": (True,),
 }
 """Parameters of vLLM that this server does not support, with the values that have no effect."""

@@ -151,8 +151,8 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
 
     def Follow(self, request_iterator: Iterator[pb.Report], context) -> Iterator[pb.Order]:
         """See the proto."""
-        metadata = dict(context.invocation_metadata())
-        if self._tokens and token_of(metadata.get("authorization"), self._tokens) is None:
+        headers = [value for key, value in context.invocation_metadata() if key == "authorization"]
+        if self._tokens and token_of(headers, self._tokens) is None:
             context.abort(
                 grpc.StatusCode.UNAUTHENTICATED, "this host's token is not known to host 0"
             )

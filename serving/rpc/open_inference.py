@@ -28,7 +28,6 @@ _MAX_OUTPUTS = 16  # names of outputs in a request; the model has one output
 _UNREAD = 64  # responses of one stream that wait for the client
 
 _NEUTRAL = {
-    "priority": (0,),
     "sequence_id": (0, ""),
     "sequence_start": (False,),
     "sequence_end": (False,),
@@ -36,6 +35,9 @@ _NEUTRAL = {
     "triton_enable_empty_final_response": (False, True),
 }
 """Request parameters that are not supported, with the values that have no effect."""
+_MOST = {"timeout": 2**64 - 1, "priority": 2**31 - 1}
+"""Request parameters that are numbers, with their largest values."""
+_TYPES = {"BYTES": pb.TYPE_STRING, "BOOL": pb.TYPE_BOOL}
 
 
 def make_handler(frontend: Frontend) -> grpc.GenericRpcHandler:
@@ -92,6 +94,57 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             metadata.inputs.add(name=name, datatype=kind, shape=[1])
         metadata.outputs.add(name=tensors.OUTPUT, datatype="BYTES", shape=[-1])
         return metadata
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context) -> pb.ModelConfigResponse:
+        """Inputs and outputs in Triton's form."""
+        self._check_model(request.name, request.version)
+        config = pb.ModelConfig(name=self._frontend.name, platform=NAME, backend=NAME)
+        for name, kind in tensors.KINDS.items():
+            is_optional = name != "text_input"
+            config.input.add(name=name, data_type=_TYPES[kind], dims=[1], optional=is_optional)
+        config.output.add(name=tensors.OUTPUT, data_type=_TYPES["BYTES"], dims=[-1])
+        config.model_transaction_policy.decoupled = True
+        return pb.ModelConfigResponse(config=config)
+
+    async def ModelStatistics(
+        self, request: pb.ModelStatisticsRequest, context
+    ) -> pb.ModelStatisticsResponse:
+        """Counts and times of the requests of all protocols, since the start."""
+        self._check_model(request.name or self._frontend.name, request.version)
+        totals = await self._frontend.totals()
+        of_time = lambda name: pb.StatisticDuration(
+            count=int(totals.of(f"vllm:{name}_seconds_count")),
+            ns=int(1e9 * totals.of(f"vllm:{name}_seconds_sum")),
+        )
+        requests = totals.of("peagle:requests_total")
+        succeeded = int(totals.of("peagle:requests_total", code=Code.OK.name))
+        model = pb.ModelStatistics(
+            name=self._frontend.name,
+            version=_VERSION,
+            inference_count=succeeded,
+            execution_count=self._frontend.load.rounds,
+        )
+        stats = model.inference_stats
+        stats.success.count, stats.fail.count = succeeded, int(requests) - succeeded
+        stats.success.ns = of_time("e2e_request_latency").ns
+        stats.queue.CopyFrom(of_time("request_queue_time"))
+        stats.compute_infer.CopyFrom(of_time("request_inference_time"))
+        return pb.ModelStatisticsResponse(model_stats=[model])
+
+    async def RepositoryIndex(
+        self, request: pb.RepositoryIndexRequest, context
+    ) -> pb.RepositoryIndexResponse:
+        """The model, and whether it accepts requests."""
+        response, state = pb.RepositoryIndexResponse(), self._frontend.state
+        is_ready = state is State.SERVING
+        if is_ready or not request.ready:
+            response.models.add(
+                name=self._frontend.name,
+                version=_VERSION,
+                state="READY" if is_ready else "UNAVAILABLE",
+                reason="" if is_ready else state.value,
+            )
+        return response
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context) -> pb.ModelInferResponse:
         """Answers with one response."""
@@ -202,7 +255,11 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         refuse_unknown(request, "")
         self._check_model(request.model_name, request.model_version)
         client_id = request_ids.request_id(request.id, field="id") if request.id else ""
-        deadline = _deadline(request.parameters, calls.deadline(context))
+        deadline = calls.deadline(context)
+        given = _numbers(request.parameters)
+        if timeout := given.get("timeout"):
+            latest = caller.arrival() + timeout / 1e6
+            deadline = latest if deadline is None else min(deadline, latest)
         _check_outputs(request)
         inputs = tensors.read_inputs(request)
         if "text_input" not in inputs:
@@ -228,11 +285,12 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             prompt=await self._frontend.encode(text, field=where, deadline=deadline),
             params=sampling.params,
             n=sampling.n,
+            priority=given.get("priority", 0),
             deadline=deadline,
             cache_salt=calls.cache_salt(context),
             method=f"{SERVICE}/{method}",
             trace=calls.trace(context),
-            spelling=json_params.SPELLING | {"prompt": where},
+            spelling=json_params.SPELLING | {"prompt": where, "priority": "parameters['priority']"},
         )
         return _Work(
             ask=ask,
@@ -254,22 +312,22 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             )
 
 
-def _deadline(parameters: Mapping[str, pb.InferParameter], deadline: float | None) -> float | None:
-    """The earlier of the call's deadline and the request's own; refuses other parameters."""
+def _numbers(parameters: Mapping[str, pb.InferParameter]) -> dict[str, int]:
+    """`timeout` and `priority` of a request; refuses parameters that are not supported."""
+    numbers = {}
     for name, parameter in parameters.items():
         where = f"parameters[{name!r}]"
         kind = parameter.WhichOneof("parameter_choice")
         value = getattr(parameter, kind) if kind else None
         if name in _NEUTRAL:
             refuse_unless_neutral(where, value, (*_NEUTRAL[name], None), name)
-        elif name != "timeout":
+        elif name not in _MOST:
             raise invalid(where, f"is not known; sampling parameters go into {json_params.FIELD}")
-        elif kind not in ("int64_param", "uint64_param") or value < 0:
-            raise invalid(where, "must be a whole number of microseconds")
-        elif value:
-            latest = caller.arrival() + value / 1e6
-            deadline = latest if deadline is None else min(deadline, latest)
-    return deadline
+        elif kind not in ("int64_param", "uint64_param") or not 0 <= value <= _MOST[name]:
+            raise invalid(where, f"must be a whole number from 0 to {_MOST[name]}")
+        else:
+            numbers[name] = value
+    return numbers
 
 
 def _check_outputs(request: pb.ModelInferRequest) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
@@ -44,10 +46,19 @@ _WITH_PROMPTS = frozenset(
     for method in methods
 )
 _TOKENS = "tokens.ids"
-_OWN_FILES = (peagle_v1_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
+_REFLECTION = "grpc.reflection.v1"
+_MIRROR = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+_OWN_FILES = (
+    *(any_pb2.DESCRIPTOR, duration_pb2.DESCRIPTOR),
+    # What the details of a status are.
+    *(status_pb2.DESCRIPTOR, error_details_pb2.DESCRIPTOR),
+    *(peagle_v1_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR),
+)
 _FOREIGN_FILES = {
     vllm.PACKAGE: vllm_engine_pb2.DESCRIPTOR,
     open_inference.PACKAGE: open_inference_pb2.DESCRIPTOR,
+    # Equal to v1alpha but for its name; older tools know only that one, newer ones try this one first.
+    _REFLECTION: reflection_pb2.DESCRIPTOR,
 }
 
 
@@ -116,9 +127,14 @@ class RpcServer:
             (vllm.make_handler(frontend), open_inference.make_handler(frontend))
         )
         if with_reflection:
-            names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            packages = (reflection_pb2.DESCRIPTOR.package, _REFLECTION)
+            mirrors = [f"{package}.{_MIRROR.name}" for package in packages]
+            names = (*_SERVICES, health.SERVICE_NAME, *mirrors)
             pool = foreign.pool(_OWN_FILES, _FOREIGN_FILES)
-            reflection.enable_server_reflection(names, self._server, pool=pool)
+            servicer = reflection.aio.ReflectionServicer(names, pool=pool)
+            self._server.add_generic_rpc_handlers(
+                [foreign.handler(servicer, _MIRROR, package) for package in packages]
+            )
 
     async def start(self, host: str, port: int) -> int:
         """Listens, and returns the port. The health is NOT_SERVING until the frontend serves.

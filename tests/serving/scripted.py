@@ -91,10 +91,20 @@ def make_engine(tokenizer: Tokenizer, end: str = END, **sizes) -> Engine:
 
 
 class Scripted:
-    """A server and the script of its model."""
+    """A server and the script of its model; `special` and `tokens` are as `make_tokenizer` takes them."""
 
-    def __init__(self, folder, *, sizes: dict[str, int] | None = None, **options):
-        self.tokenizer = make_tokenizer(folder, TEMPLATE, eos_token=END)
+    def __init__(
+        self,
+        folder,
+        *,
+        special: Sequence[str] = (),
+        added: Sequence[str] = (),
+        sizes: dict[str, int] | None = None,
+        **options,
+    ):
+        self.tokenizer = make_tokenizer(
+            folder, TEMPLATE, special=special, tokens=added, eos_token=END
+        )
         engine = make_engine(self.tokenizer, **(sizes or {}))
         self.script = Script(engine, [])
         self.live = LiveServer(engine, http=True, **options)

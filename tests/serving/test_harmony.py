@@ -118,12 +118,12 @@ def test_stop_strings_end_text_and_reasoning(harmony):
 def test_without_harmony_all_output_is_text(tokenizer, harmony):
     assert HarmonyIds.of(tokenizer) is None
     assert HarmonyIds.of(None) is None
-    assert Replies(None).parsers(Reply([1], (), True))() is None
+    assert Replies(None).parsers(Reply([1], True))() is None
     assert Replies(harmony).name == Replies(harmony, "harmony").name == "harmony"
     assert tokenizer.special_id("a") is None
     assert harmony.name_of(harmony.special_id("<|end|>")) == "<|end|>"
     assert harmony.name_of(harmony.encode("é")[0]) == "\ufffd"
-    plain = Replies(harmony).parsers(Reply([1], (), False))()
+    plain = Replies(harmony).parsers(Reply([1], False))()
     reply = plain.add(harmony.encode(ANALYSIS)) + plain.finish()
     assert reply == ReplyPart("analysisThey greet é.")
 

@@ -111,6 +111,17 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused_and_ends_the_connection(
     assert b"connection: close" in answer.lower()
 
 
+def test_a_client_that_begins_with_http_2_is_told_why_its_connection_ends(common):
+    with connect(common) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
+        answer = read_all(connection)
+    settings, goaway = answer[:9], answer[9:]
+    assert settings == bytes(3) + b"\x04" + bytes(5)
+    assert (int.from_bytes(goaway[:3]), goaway[3]) == (len(goaway) - 9, 7)
+    assert int.from_bytes(goaway[13:17]) == 0xD  # HTTP_1_1_REQUIRED
+    assert b"HTTP/1.1" in goaway[17:]
+
+
 def test_a_bad_head_is_found_behind_a_good_request_too(common):
     with connect(common) as connection:
         connection.sendall(GET + b"\r\n" + SMUGGLED["a folded header"] + GET + b"\r\n")

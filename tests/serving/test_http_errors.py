@@ -70,7 +70,7 @@ SAMPLING = {
     "structured_outputs": ["json"],
     "guided_regex": ["a"],
     "prompt_logprobs": [1],
-    "skip_special_tokens": [False],
+    "skip_special_tokens": [0, "no"],
 }
 A_TOOL = {"type": "function", "function": {"name": "f"}}
 

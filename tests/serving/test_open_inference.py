@@ -15,10 +15,11 @@ from tritonclient.grpc import (
     service_pb2,
     service_pb2_grpc,
 )
+from tritonclient.grpc.model_config_pb2 import DataType
 from tritonclient.utils import InferenceServerException
 
 from peagle_jax import SamplingParams
-from tests.waiting import LIMIT
+from tests.waiting import LIMIT, eventually
 
 PROMPT = "hello there"
 LONG = dict(temperature=0, max_tokens=60, ignore_eos=True)
@@ -297,7 +298,7 @@ def test_wrong_and_unsupported_fields_are_named(server, client, message):
 
 OPTIONS = {
     "parameters['colour']": dict(parameters={"colour": "red"}),
-    "parameters['priority']": dict(priority=1),
+    "parameters['priority']": dict(priority=2**31),
     "parameters['sequence_id']": dict(sequence_id=5),
     "outputs['tokens']": dict(outputs=[InferRequestedOutput("tokens")]),
     "outputs['text_output']": dict(outputs=[InferRequestedOutput("text_output", class_count=1)]),
@@ -310,6 +311,54 @@ OPTIONS = {
 def test_unsupported_options_are_refused(server, client, field):
     with pytest.raises(InferenceServerException, match=re.escape(f"] {field}")):
         client.infer("tiny", inputs(), **OPTIONS[field])
+
+
+def test_a_model_is_described_as_triton_does(server, client):
+    config = client.get_model_config("tiny").config
+    assert (config.name, config.max_batch_size) == ("tiny", 0)
+    assert config.model_transaction_policy.decoupled
+    required = [one.name for one in config.input if not one.optional]
+    metadata = client.get_model_metadata("tiny")
+    assert required == ["text_input"]
+    assert [one.name for one in config.input] == [one.name for one in metadata.inputs]
+    kinds = {"BYTES": DataType.TYPE_STRING, "BOOL": DataType.TYPE_BOOL}
+    wanted = [kinds[one.datatype] for one in metadata.inputs]
+    assert [one.data_type for one in config.input] == wanted
+    assert [(one.name, list(one.dims)) for one in config.output] == [("text_output", [-1])]
+    index = client.get_model_repository_index().models
+    assert [(one.name, one.version, one.state) for one in index] == [("tiny", "1", "READY")]
+    for ask in (client.get_model_config, client.get_inference_statistics):
+        with pytest.raises(InferenceServerException, match="there is no model 'other'"):
+            ask("other")
+
+
+def test_statistics_count_what_succeeds_and_what_fails(server, client):
+    def counts():
+        (one,) = client.get_inference_statistics().model_stats
+        stats = one.inference_stats
+        assert one.inference_count == stats.success.count
+        times = [part.ns for part in (stats.success, stats.queue, stats.compute_infer)]
+        return [stats.success.count, stats.fail.count, one.execution_count], times
+
+    (before, times_before), _ = counts(), client.infer("tiny", inputs(LONG))
+    with pytest.raises(InferenceServerException):
+        client.infer("tiny", [])
+    eventually(lambda: counts()[0][:2] == [before[0] + 1, before[1] + 1], "both are counted")
+    after, times_after = counts()
+    assert after[2] > before[2]
+    success, queue, compute = np.subtract(times_after, times_before)
+    assert abs(success - queue - compute) < 0.05 * success + 5e6
+
+
+def test_requests_have_a_priority(server, client, pace):
+    errors = queue.Queue()
+    ended = lambda result, error: errors.put(error)
+    client.async_infer("tiny", inputs(LONG), ended, priority=7)
+    eventually(lambda: server.frontend.num_open == 1)
+    (stream,) = server.call(lambda: server.frontend.admission.streams)
+    assert stream.ask.priority == 7
+    pace.release(1_000_000)
+    assert errors.get(timeout=LIMIT) is None
 
 
 def test_options_without_effect_are_accepted(server, client):
@@ -361,7 +410,7 @@ def test_metadata_of_server_and_model(server, client):
         with pytest.raises(InferenceServerException, match="NOT_FOUND"):
             call()
     with pytest.raises(InferenceServerException, match="UNIMPLEMENTED"):
-        client.get_model_config("tiny")
+        client.load_model("tiny")
 
 
 def test_a_stream_without_requests_ends(server, stub):

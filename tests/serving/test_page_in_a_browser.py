@@ -168,6 +168,18 @@ def test_tokens_and_counts_are_those_of_the_api(server, page):
     page.check_quiet()
 
 
+def test_the_title_has_the_drafts_of_the_rounds(server, page):
+    # As if the server chose fewer drafts than the page asks for.
+    page.run(
+        "window.fetch = (real => (url, options) => real(url, options?.body ? {...options, body: "
+        "JSON.stringify({...JSON.parse(options.body), num_speculative_tokens: 2})} : options))(fetch)"
+    )
+    page.ask()
+    rounds = answer_of(server, num_speculative_tokens=2)["choices"][0]["rounds"]
+    assert {len(one["drafts"]) for one in rounds[1:]} == {2}
+    assert page.text(".run h2") == "Drafts, K = 2"
+
+
 def test_fates_differ_in_more_than_colour(page):
     kinds = page.run(
         "[...document.querySelectorAll('.marks .token')].map(t => "

@@ -1,6 +1,7 @@
 """`peagle.v1.Generation` through a live server and a stock client."""
 
 import threading
+import time
 
 import grpc
 import numpy as np
@@ -9,8 +10,10 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from peagle_jax import SamplingParams
+from serving.errors import Code
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
+from serving.stream import Ask
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT, eventually
 
@@ -243,6 +246,29 @@ def test_cancelling_frees_everything(server, stub, pace):
     for call in calls:
         call.cancel()
     server.check_freed(pace)
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(0.04, "DEADLINE_EXCEEDED"), (60, "CANCELLED")])
+def test_a_client_that_leaves_at_its_deadline_is_counted_so(server, seconds, code):
+    """Its call is often cancelled before the deadline passes by the clock of the server."""
+
+    async def leave() -> Code:
+        deadline = time.monotonic() + seconds
+        ask = Ask(request_id="a", prompt=[1], params=SamplingParams(), deadline=deadline)
+        async with server.frontend.open(ask) as stream:
+            pass
+        return stream.code
+
+    assert server.run(leave()) is Code[code]
+
+
+def test_low_priorities_are_refused(server, stub):
+    least = server.frontend.limits.min_priority
+    ask = lambda priority: pb.GenerateRequest(text=PROMPT, priority=priority)
+    assert stub.GenerateOnce(ask(least), timeout=LIMIT)
+    with pytest.raises(grpc.RpcError, match="--min-priority") as caught:
+        stub.GenerateOnce(ask(least - 1), timeout=LIMIT)
+    assert violation(caught.value) == "priority"
 
 
 def test_deadlines_are_kept(server, stub, pace):

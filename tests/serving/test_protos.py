@@ -6,6 +6,7 @@ import pytest
 import smg_grpc_proto.generated.common_pb2 as smg_common
 import smg_grpc_proto.generated.vllm_engine_pb2 as smg_vllm
 from google.protobuf.descriptor import Descriptor
+from tritonclient.grpc import model_config_pb2 as triton_config
 from tritonclient.grpc import service_pb2 as triton
 
 from serving.protos import __main__ as generator
@@ -39,7 +40,7 @@ def check_wire(ours: Descriptor, theirs: Descriptor) -> None:
 of = lambda module: module.DESCRIPTOR.message_types_by_name.values()
 MESSAGES = {
     **dict.fromkeys(of(vllm_engine_pb2), (smg_vllm, smg_common)),
-    **dict.fromkeys(of(open_inference_pb2), (triton,)),
+    **dict.fromkeys(of(open_inference_pb2), (triton, triton_config)),
 }
 
 

@@ -347,13 +347,13 @@ def test_special_tokens_that_frame_calls_reach_the_parser_and_others_do_not(tmp_
         + '<|tool_call>call:a{x:<|"|>é<|"|>}<tool_call|><|im_end|>'
     )
     tokens = own.encode(reply)
-    new_parser = Replies(own).parsers(Reply([1], (), True, [TOOL]))
+    new_parser = Replies(own).parsers(Reply([1], True, [TOOL]))
     for size in (1, 3, 1000):
         parser = new_parser()
         parts = [parser.add(tokens[at : at + size]) for at in range(0, len(tokens), size)]
         parsed = ReplyPart.joined([*parts, parser.finish()])
         assert parsed == ReplyPart("Hi", "Hm", (call("a", x="é"),))
-    plain = Replies(own).parsers(Reply([1], (), False))()
+    plain = Replies(own).parsers(Reply([1], False))()
     assert plain.add(tokens).text == "thought\nHmHicall:a{x:é}"
 
 
@@ -373,13 +373,13 @@ def test_a_tokenizers_own_template_wins(tmp_path):
         True,
         True,
     )
-    parser = replies.parsers(Reply(own.encode("x|[["), (), True, [TOOL]))()
+    parser = replies.parsers(Reply(own.encode("x|[["), True, [TOOL]))()
     reply = own.encode('Hm]]Hi((  {"name": "read", "arguments": {"lines": "2"}}))<|im_end|>')
     parsed = ReplyPart.joined([*(parser.add([one]) for one in reply[:-1]), parser.finish()])
     assert parsed == ReplyPart("Hi", "Hm", (call(lines=2),))
     broken = make_tokenizer(tmp_path / "broken", QWEN, response_template={"fields": 1})
     with pytest.raises(ServiceError, match="--reply-format"):
-        Replies(broken).parsers(Reply([1], (), True))
+        Replies(broken).parsers(Reply([1], True))
 
 
 def test_the_option_has_the_name_of_every_format():

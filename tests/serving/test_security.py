@@ -253,6 +253,14 @@ def test_a_right_token_opens_every_call(secure, pki):
             }
 
 
+def test_a_call_with_two_tokens_has_none(secure, pki):
+    known, other = ("authorization", "Bearer open sesame"), ("authorization", "Bearer other")
+    with channel(secure, pki) as over:
+        for metadata in ([known, other], [other, known]):
+            refused = set(every_call(over, metadata).values())
+            assert refused == {grpc.StatusCode.UNAUTHENTICATED}
+
+
 def test_health_needs_no_token(secure, pki):
     with channel(secure, pki) as over:
         stub = health_pb2_grpc.HealthStub(over)
@@ -289,9 +297,9 @@ def test_every_token_is_compared_in_constant_time(monkeypatch):
 
     monkeypatch.setattr(bearer_tokens.hmac, "compare_digest", compare)
     tokens = (b"first", b"second", b"third")
-    assert bearer_tokens.token_of("Bearer first", tokens)
+    assert bearer_tokens.token_of(["Bearer first"], tokens)
     assert compared == list(tokens)
-    assert not bearer_tokens.token_of("Bearer fourth", tokens)
+    assert not bearer_tokens.token_of(["Bearer fourth"], tokens)
     assert compared == [*tokens, *tokens]
 
 

@@ -62,7 +62,7 @@ def test_every_option_exists_in_all_three_places(file):
         kv_cache_memory="1GiB", kv_cache_dtype="fp8", activations="fp8", gather="library", reflection=True, no_cache=True, reply_format="none",
         page=False, prefix_caching=False, prompt_logprobs=True, prefill_calls=3, saved_rings=5,
         prefill_chunk=77, prefill_rows=3, small_prefills=True,
-        max_connections=7, max_connections_per_address=3, otlp_endpoint="http://host:4317",
+        allowed_origins="http://a:1", max_connections=7, max_connections_per_address=3, otlp_endpoint="http://host:4317",
         num_speculative_tokens_per_batch_size="[[1,8,7],[9,64,0]]", adaptive="off",
         selector=False, draft_sampling="sample", verify_method="block", api_processes=2, ready="first", compile_only=True,
     )  # fmt: skip

@@ -84,7 +84,7 @@ def test_the_grammar_of_a_format_admits_its_calls_and_nothing_else(name, tmp_pat
     accepted, refused = CASES[name]
     for text in accepted:
         assert consumed(text), text
-        parser = replies.parsers(Reply([1], (), True, TOOLS))()
+        parser = replies.parsers(Reply([1], True, TOOLS))()
         tokens = tokenizer.encode(text + ("<|call|>" if name == "harmony" else ""))
         parsed = parser.add(tokens) + parser.finish()
         first = ToolCall("edit", ARGUMENTS)

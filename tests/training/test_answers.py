@@ -59,7 +59,7 @@ CHAT = [
 def test_all_answers_of_a_chat_are_trained_to_the_token_that_ends_each(folder, tmp_path):
     tokenizer = Tokenizer(folder)
     (row,) = read([jsonl(tmp_path / "chats.jsonl", dict(messages=CHAT))], folder)
-    assert tokenizer.spell(row.tokens) == tokenizer.chat_text(CHAT, open_reply=False)
+    assert tokenizer.spell(row.tokens) == tokenizer.chat_text(CHAT, ending="closed")
     trained = [
         token for token, is_trained in zip(row.tokens, row.answer, strict=True) if is_trained
     ]

@@ -139,13 +139,14 @@ function showRuns(...runs) {
   place.replaceChildren(...runs.map((run) => run.element));
 }
 
-// What decodes with K drafts per round, as a title.
+// What decodes with K drafts per round, as a title. K is a number, or a text of one or two.
 function nameOf(drafts) {
-  return drafts ? `${METHODS[model.method] ?? "Drafts"}, K = ${drafts}` : "Plain, K = 0";
+  const isPlain = String(drafts) === "0";
+  return isPlain ? "Plain, K = 0" : `${METHODS[model.method] ?? "Drafts"}, K = ${drafts}`;
 }
 
 async function generate(asked) {
-  const run = new Run(nameOf(asked.drafts), asked.isChat ? "" : asked.prompt);
+  const run = new Run(nameOf, asked.drafts, asked.isChat ? "" : asked.prompt);
   showRuns(run);
   await stream(run, asked);
 }
@@ -154,8 +155,8 @@ async function generate(asked) {
 async function race(asked) {
   const drafts = asked.drafts || Number(find("#drafts").max);
   const shown = asked.isChat ? "" : asked.prompt;
-  const plain = new Run(nameOf(0), shown, { isTimed: false });
-  const drafted = new Run(nameOf(drafts), shown, { isTimed: false });
+  const plain = new Run(nameOf, 0, shown, { isTimed: false });
+  const drafted = new Run(nameOf, drafts, shown, { isTimed: false });
   drafted.say("waits for the other one");
   showRuns(plain, drafted);
   try {

@@ -16,9 +16,11 @@ export class Counts {
     this.drafted = 0;
     this.accepted = 0;
     this.byPosition = [];
+    this.fewest = Infinity;
   }
 
   add(round) {
+    if (this.entries) this.fewest = Math.min(this.fewest, round.drafts.length);
     this.tokens += round.tokens;
     this.entries += 1;
     this.drafted += round.drafts.length;
@@ -29,6 +31,12 @@ export class Counts {
 
   get rounds() {
     return Math.max(0, this.entries - 1);
+  }
+
+  // K: the drafts of these rounds, which the server may choose by load.
+  get drafts() {
+    const most = this.byPosition.length;
+    return this.fewest < most ? `${this.fewest} to ${most}` : String(most);
   }
 
   // AL: tokens per round.

@@ -4,16 +4,18 @@ import { duration, find, make, percent } from "./dom.js";
 import { Counts, fateOf, visible } from "./rounds.js";
 
 export class Run {
-  // prompt: shown before the answer, if the answer continues it. isTimed: whether its pace means something.
-  constructor(title, prompt, { isTimed = true } = {}) {
+  // nameOf: gives the title by the drafts of a round. prompt: shown before the answer, if the answer continues
+  // it. isTimed: whether its pace means something.
+  constructor(nameOf, drafts, prompt, { isTimed = true } = {}) {
     this.element = find("#run-template").content.firstElementChild.cloneNode(true);
     this.counts = new Counts();
     this.text = "";
     this._isTimed = isTimed;
+    this._nameOf = nameOf;
     this._rounds = [];
     this._first = null;
     this._last = null;
-    find("h2", this.element).textContent = title;
+    this._name(drafts);
     find(".prompt", this.element).textContent = prompt;
     this._list = find(".rounds", this.element);
     this._detail = find(".round-detail", this.element);
@@ -25,6 +27,10 @@ export class Run {
   begin() {
     this._begun = performance.now();
     this.say("waits for the first token");
+  }
+
+  _name(drafts) {
+    find("h2", this.element).textContent = this._nameOf(drafts);
   }
 
   say(text) {
@@ -48,6 +54,7 @@ export class Run {
   // Ends the answer: usage as the server counted it, and a word that says why the text ended.
   finish(usage, reason) {
     this.say(reason);
+    if (this.counts.rounds) this._name(this.counts.drafts);
     this._showFigures(usage ?? {});
     this._showPositions();
   }
