@@ -117,6 +117,11 @@ def _parser() -> argparse.ArgumentParser:
         help="of matrices; auto is the file's, and bfloat16 for a quantised file",
     )  # fmt: skip
 
+    one = commands.add_parser("dequantize", help="an FP8 or MXFP4 target as an unquantised folder")
+    one.add_argument("source", metavar="SRC", type=Path, help="Hugging Face folder, or converted")
+    one.add_argument("folder", metavar="HF_DIR", type=Path, help="new folder")
+    one.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+
     one = commands.add_parser("synthetic", help="a checkpoint of random bytes, to measure with")
     one.add_argument("preset", metavar="PRESET", help="a model by name, e.g. gpt-oss-20b")
     one.add_argument("folder", metavar="DIR", type=Path, help="new folder")
@@ -198,7 +203,9 @@ def _inspect(args) -> int:
 
 def _print_unread(keys: Sequence[str]) -> None:
     if keys:
-        print(f"keys of config.json that change nothing: {', '.join(keys)}")
+        from peagle_jax.checkpoint.fields import named
+
+        print(f"keys of config.json that change nothing: {named(keys)}")
 
 
 def _plan(args) -> int:
@@ -345,6 +352,15 @@ def _export(args) -> int:
     return 0
 
 
+def _dequantize(args) -> int:
+    from convert.dequantize import write_dequantized
+    from peagle_jax.model_folders import local_folder
+
+    write_dequantized(local_folder(args.source), args.folder, args.dtype)
+    print(f"{args.folder}: every weight in {args.dtype}, peak memory {_peak()}")
+    return 0
+
+
 def _synthetic(args) -> int:
     from convert.synthetic import SHARD_BYTES, with_layers, write_synthetic
     from peagle_jax.presets import PRESETS
@@ -373,6 +389,7 @@ _COMMANDS = {
     "verify": _verify,
     "export": _export,
     "gguf": _gguf,
+    "dequantize": _dequantize,
     "synthetic": _synthetic,
 }
 

@@ -266,6 +266,7 @@ def check_fit(config: DrafterConfig, target: TargetConfig, fused_width: int, whe
         problems.append(
             f"its taps {taps} are not {config.num_taps} ascending ids from 0 to {target.num_layers}, "
             "the streams entering the target's layers and the one leaving the last"
+            + ("" if config.taps else "; its config.json names none, so give them by --taps")
         )
     if not config.own_embedding and config.hidden_size != target.hidden_size:
         problems.append("it has no embedding and its width differs from the target's")
