@@ -9,7 +9,9 @@ from peagle_jax.checkpoint.loader import dequantize
 
 
 def write_dequantized(source: Path, folder: Path, dtype: str) -> None:
-    """Writes the values of all weights in `dtype`, with tokenizer and other side files; it holds the whole model.
+    """Writes the values of all weights in `dtype`, with tokenizer and other side files.
+
+    It holds the whole model in memory.
 
     Raises:
       CheckpointError: the source cannot be loaded, or `folder` has files already.

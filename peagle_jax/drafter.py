@@ -68,7 +68,8 @@ class Drafter(Protocol):
     def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]) -> list[LayerCache]:
         """The cache after the real rows as `propose` leaves it there, without drafts: K = 0.
 
-        A drafter without a cache needs no such method. The cache then holds every position of the text, so later rounds draft as well as before.
+        A drafter without a cache needs no such method. The cache then holds every position of the
+        text, so later rounds draft as well as before.
         """
 
 

@@ -167,7 +167,7 @@ def decoder_fields(fields: Fields, keys: dict, *, intermediate: str = "intermedi
 
 
 def check_quantization(fields: Fields) -> None:
-    """Refuses the `quantization_config` of a target or a head whose weights would have other values, by name."""
+    """Refuses a `quantization_config` whose weights would have other values here, by name."""
     quantization = fields.inner("quantization_config", {})
     method = quantization.get("quant_method")
     if method not in (None, *_QUANTIZED):
@@ -183,7 +183,7 @@ def check_quantization(fields: Fields) -> None:
 
 
 def _check_compressed(quantization: Fields) -> None:
-    """`compressed-tensors` is a container of many formats: refuses all but FP8 weights with scales, by name."""
+    """Refuses all formats of the container `compressed-tensors` but FP8 weights with scales."""
     where = f"{quantization.where}: quantization_config"
     at = lambda name, raw: Fields(raw, f"{where}: {name}")
     at("compressed-tensors", quantization.raw).only("format", *_COMPRESSED)

@@ -74,8 +74,8 @@ class Engine:
       tokenizer: needed for text prompts and stop strings.
       drafter: a drafter to use instead of the one built from `head`; its `num_draft` is replaced by
         that of each call. With a `head` it has the head's taps and cache.
-      taps: without a `head`, ids of the target's streams that the drafter gets; None: its own `taps`,
-        or none.
+      taps: without a `head`, ids of the target's streams that the drafter gets; None: its own
+        `taps`, or none.
       cache: likewise the layers of the drafter's cache; None: its own `cache`, or none.
       accept: the acceptance rule; None: that of `config.verify_method`.
       times: what rounds take, for `config.adaptive`; None: they are measured.
