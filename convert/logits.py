@@ -26,6 +26,11 @@ from peagle_jax.checkpoint.layout import FP8
 from peagle_jax.checkpoint.safetensors import write
 from peagle_jax.layers import AttentionRows
 
+
+class NotCompared(Exception):
+    """transformers cannot run the model; the message has the first line of its reason."""
+
+
 SEQUENCES, TOKENS = 2, 24
 TOLERANCE = 1e-3
 """Tolerance relative to the largest logit: both sides compute in float32, in different order."""
@@ -71,6 +76,8 @@ def compare_logits(source: Source, model: Path, *, seed: int = 0) -> LogitsCompa
     Args:
       source: the checkpoint that transformers runs.
       model: the folder that we load, converted or not.
+    Raises:
+      NotCompared: transformers refuses the model, lacks a package for it, or fails in it.
     """
     ours = load_target(model, dtype="float32")
     size = (SEQUENCES, TOKENS)
@@ -89,13 +96,17 @@ def compare_logits(source: Source, model: Path, *, seed: int = 0) -> LogitsCompa
 
 
 def _torch_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    torch = importlib.import_module("torch")
-    transformers = importlib.import_module("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    with torch.no_grad():
-        return model.float().eval()(torch.from_numpy(tokens)).logits.numpy()
+    try:
+        torch = importlib.import_module("torch")
+        transformers = importlib.import_module("transformers")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            return model.float().eval()(torch.from_numpy(tokens)).logits.numpy()
+    except Exception as error:  # of foreign code: what it cannot run says nothing of the conversion
+        lines = f"{type(error).__name__}: {error}".strip().splitlines()
+        raise NotCompared(lines[0]) from error
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.draft_schedule import adaptive_or_default
 from peagle_jax.model_folders import check_folders, check_head_is_given, local_folder
 from peagle_jax.options import parser, read_structured, refuse_ineffective
+from peagle_jax.own_drafters import is_own, load_own
 from peagle_jax.prompts import (
     Prompt,
     find_runnable,
@@ -55,6 +56,8 @@ def _check_models(args, config: EngineConfig) -> None:
     """Validates options against config.json, without jax; downloads hub ids first."""
     drafter = args.drafter[0] if args.drafter else None
     if args.compare:
+        if sum(map(is_own, args.drafter)) > 1:
+            raise ConfigError("--compare takes one drafter as module:Class, and heads")
         if args.model is not None and drafter is None:
             raise ConfigError(f"--compare needs a head for {args.model}: give --drafter DIR")
     else:
@@ -310,9 +313,11 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
     with _loading(args):
         rules = dict(dtype=config.dtype, quantization=args.quantization, taps=args.taps)
         rules |= dict(tensor_parallel=args.tensor_parallel, activations=args.activations)
-        target, heads, tokenizer = runs.load_methods(args.model, args.drafter, **rules)
+        folders = [drafter for drafter in args.drafter if not is_own(drafter)]
+        target, heads, tokenizer = runs.load_methods(args.model, folders, **rules)
         texts = _texts(prompts, tokenizer, args)
-    engines = runs.make_engines(target, heads, config, tokenizer=tokenizer)
+        own = load_own(next(filter(is_own, args.drafter), None), target, config)
+    engines = runs.make_engines(target, heads, config, tokenizer=tokenizer, own=own)
     numbers, left_out = _leave_out(prompts, texts, params, engines.values())
     prompts, texts, params = ([some[n] for n in numbers] for some in (prompts, texts, params))
     results, failures, ties = [], [], {}

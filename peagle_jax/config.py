@@ -253,6 +253,27 @@ class DrafterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OwnDrafterConfig:
+    """In place of a `DrafterConfig` for a drafter of the user's own: what the engine must give it.
+
+    `taps`: ids of the target's streams, () for none. `layers`: shapes of the cache, a list of `LayerCache`.
+    """
+
+    taps: tuple[int, ...] = ()
+    layers: tuple[AttentionConfig, ...] = ()
+    method: Literal["own"] = "own"
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the cache."""
+        return len(self.layers)
+
+    def attention(self, layer: int) -> AttentionConfig:
+        """As `DrafterConfig.attention`."""
+        return self.layers[layer]
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Engine sizes. The programs are compiled for them, so they are fixed for the engine's lifetime.
 

@@ -68,7 +68,8 @@ class Drafter(Protocol):
     def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]) -> list[LayerCache]:
         """The cache after the real rows as `propose` leaves it there, without drafts: K = 0.
 
-        The cache then holds every position of the text, so later rounds draft as well as before.
+        A drafter without a cache needs no such method. The cache then holds every position of the
+        text, so later rounds draft as well as before.
         """
 
 
@@ -239,6 +240,11 @@ class AutoregressiveDrafter:
 
     def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]):
         return _absorb(self.head, target, inputs, cache)
+
+
+def absorbed(drafter: Drafter, target, inputs: DraftInputs, cache: list) -> list:
+    """`Drafter.absorb`, or the cache as it is."""
+    return drafter.absorb(target, inputs, cache) if hasattr(drafter, "absorb") else cache
 
 
 def with_num_draft(drafter: Drafter | None, num_draft: int) -> Drafter | None:

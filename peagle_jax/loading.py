@@ -10,6 +10,7 @@ from peagle_jax.draft_head import DraftHead
 from peagle_jax.engine.engine import Engine
 from peagle_jax.model_folders import check_head_is_given, embedded, local_folder
 from peagle_jax.models import Decoder
+from peagle_jax.own_drafters import is_own, load_own
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.quantized_activations import requantize
 from peagle_jax.text import Tokenizer
@@ -31,7 +32,8 @@ def load_weights(
 
     Args:
       model: Hugging Face folder, or a GGUF file; None is the embedded model.
-      drafter: head folder; None is the embedded model's head for `method`.
+      drafter: head folder; None is the embedded model's head for `method`. `module:Class` has no
+        head: `own_drafters.load_own` loads it.
       method: "none" loads no head; "peagle" or "eagle3" must be the head's own method; None takes the
         head's method (for the embedded model "peagle").
       dtype: dtype of all weights that are not quantised.
@@ -44,6 +46,8 @@ def load_weights(
     Raises:
       ConfigError: a file is missing, or head and target do not match.
     """
+    if is_own(drafter):
+        check_head_is_given(model, drafter, method)
     target_folder = embedded("target") if model is None else Path(model)
     if is_gguf(target_folder):
         target_folder = local_folder(target_folder)
@@ -54,7 +58,7 @@ def load_weights(
     order_weights(target, activations)
     has_text = (target_folder / "tokenizer.json").is_file()
     tokenizer = Tokenizer(target_folder) if has_text else None
-    if method == "none":
+    if method == "none" or is_own(drafter):
         return target, None, tokenizer
     if drafter is None:
         check_head_is_given(model, drafter, method)
@@ -78,7 +82,8 @@ def load(
 ) -> Engine:
     """An engine from Hugging Face folders; without arguments the embedded model with P-EAGLE.
 
-    Arguments are those of `load_weights`; `config` sizes the engine.
+    Arguments are those of `load_weights`; `config` sizes the engine. `drafter` may be `module:Class`, a drafter of
+    the user's own (`own_drafters`), whose taps `taps` replaces.
 
     >>> engine = load()
     >>> engine.generate(["def quicksort(xs):"], SamplingParams(max_tokens=64))[0].text
@@ -94,4 +99,6 @@ def load(
         tensor_parallel=config.tensor_parallel,
         activations=config.activations,
     )
-    return Engine(target, head, config, tokenizer=tokenizer)
+    own = load_own(drafter, target, config)
+    parts = {} if own is None else dict(drafter=own, taps=taps)
+    return Engine(target, head, config, tokenizer=tokenizer, **parts)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from peagle_jax.config import ConfigError, EngineConfig, Method
 from peagle_jax.engine.sizes import check_sizes
+from peagle_jax.own_drafters import is_own
 from peagle_jax.parallel.shares import check_shares
 
 ASSETS = Path(__file__).parent / "assets"
@@ -15,14 +16,14 @@ def embedded(name: str) -> Path:
     return ASSETS / name
 
 
-def local_folder(given: str | Path | None) -> Path | None:
-    """A model's folder: `given`, or the download of a hub id "owner/name"; None stays None.
+def local_folder(given: str | Path | None) -> str | Path | None:
+    """A model's folder: `given`, or the download of a hub id "owner/name"; None and `module:Class` stay as they are.
 
     Raises:
       ConfigError: the hub id cannot be downloaded; the message says why.
     """
-    if given is None:
-        return None
+    if given is None or is_own(given):
+        return given
     from peagle_jax.checkpoint.hub import resolve  # not needed for --help
 
     return resolve(str(given))[0]
@@ -31,7 +32,12 @@ def local_folder(given: str | Path | None) -> Path | None:
 def check_head_is_given(
     model: str | Path | None, drafter: str | Path | None, method: Method | None
 ) -> None:
-    """Raises ConfigError if a user's model needs a draft head (method is not "none") and has none, or is not there."""
+    """Raises ConfigError if a user's model needs a draft head (method is not "none") and has none, or is not there.
+
+    Likewise if a method is given with a drafter of the user's own.
+    """
+    if is_own(drafter) and method is not None:
+        raise ConfigError(f"method {method} is of a head: leave it out with the drafter {drafter}")
     if method != "none" and drafter is None and model is not None:
         if str(model).startswith(("/", ".")) and not Path(model).exists():  # no hub id
             raise ConfigError(f"{model}: no such folder")
@@ -60,4 +66,7 @@ def check_folders(
     check_sizes(target, config)
     check_shares(target, config.tensor_parallel)
     for folder in drafters:
-        read_config(Path(folder))
+        if not is_own(folder):
+            read_config(Path(folder))
+        elif config.tensor_parallel > 1:
+            raise ConfigError(f"the drafter {folder} runs on one device, not on several")

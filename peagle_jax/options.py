@@ -117,7 +117,7 @@ def _add_model_options(add: Callable) -> None:
     )  # fmt: skip
     add(
         "--drafter", metavar="DIR", action="append", default=[],
-        help="folder or hub id of the head; with --compare it may be given once for each method",
+        help="folder or hub id of the head, or module:Class of a drafter of your own; with --compare it may be given once for each method",
     )  # fmt: skip
     add(
         "--method", choices=("none", "eagle3", "peagle"),

@@ -16,6 +16,7 @@ from pallas_kernels import dispatch
 from peagle_jax.checkpoint import Quantization, load_head
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.draft_head import DraftHead
+from peagle_jax.drafter import Drafter
 from peagle_jax.engine import compilation, stored_programs
 from peagle_jax.engine.completion import Completion
 from peagle_jax.engine.engine import Engine
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 TIE_NATS = 0.05
 """bfloat16 only: tokens within this log-probability (nats) of the most likely one count as ties."""
 
-METHOD_NAMES = {"none": "plain", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
+METHOD_NAMES = {"none": "plain", "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "own": "own drafter"}
 _WARM_UP_TOKENS = 8
 _TIE_CANDIDATES = 5
 
@@ -306,12 +307,16 @@ def make_engines(
     config: EngineConfig,
     *,
     tokenizer: Tokenizer | None,
+    own: Drafter | None = None,
 ) -> dict[str, Engine]:
-    """Plain decoding ("none") and one engine per head, all on the same target arrays."""
-    return {
+    """Plain decoding ("none"), one engine per head and one of an own drafter, all on the same target arrays."""
+    engines = {
         method: Engine(target, head, config, tokenizer=tokenizer)
         for method, head in ({"none": None} | heads).items()
     }
+    if own is not None:
+        engines["own"] = Engine(target, None, config, tokenizer=tokenizer, drafter=own)
+    return engines
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 
 from peagle_jax.adjust import Adjustments, Controls, count_tokens, init_controls
 from peagle_jax.cache import LayerCache, PagedAttention, init_cache
-from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
-from peagle_jax.drafter import Drafter, DraftInputs
+from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
+from peagle_jax.drafter import Drafter, DraftInputs, absorbed
 from peagle_jax.ngram import init_history
 from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.parallel.shares import vocabulary_rows
@@ -132,15 +132,28 @@ def _draft(target, drafter: Drafter, state: State, inputs: DraftInputs) -> tuple
     """Runs the drafter over the rows of a call. Stores its drafts in the state; returns them, [B, K]."""
     K = drafter.num_draft
     if K == 0:
-        cache = drafter.absorb(target, inputs, state.drafter_cache)
+        cache = absorbed(drafter, target, inputs, state.drafter_cache)
         return replace(state, drafter_cache=cache), _no_drafts(inputs.slots)
     proposal, cache = drafter.propose(target, inputs, state.drafter_cache)
+    _check_proposal(proposal, (len(inputs.slots), K), state.draft_probs)
     drafts = state.drafts.at[inputs.slots, :K].set(proposal.tokens)
     probs = state.draft_probs
     if probs is not None:
         probs = probs.at[inputs.slots, :K].set(proposal.probs)
     state = replace(state, drafter_cache=cache, drafts=drafts, draft_probs=probs)
     return state, proposal.tokens
+
+
+def _check_proposal(proposal, shape: tuple[int, int], kept: jax.Array | None) -> None:
+    """Raises ConfigError for drafts that a drafter of the user's own returns in another shape."""
+    if proposal.tokens.shape != shape or proposal.tokens.dtype != jnp.int32:
+        found = f"{proposal.tokens.dtype}{list(proposal.tokens.shape)}"
+        raise ConfigError(f"the drafter proposes tokens {found}: they must be int32{list(shape)}")
+    if kept is None:
+        return
+    wanted = (*shape, kept.shape[-1])
+    if proposal.probs is None or proposal.probs.shape != wanted:
+        raise ConfigError(f"draft_sampling='sample' needs a proposal's probs, {list(wanted)}")
 
 
 def _no_drafts(slots: jax.Array) -> jax.Array:

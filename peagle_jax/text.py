@@ -28,7 +28,7 @@ def _read_settings(path: Path) -> dict:
         return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: not a JSON object")
@@ -96,6 +96,10 @@ class Tokenizer:
             ids = encoding.ids
         except TypeError as error:
             raise ConfigError("the text is not a valid Unicode string") from error
+        except (
+            Exception
+        ) as error:  # the Rust side's, as of a WordLevel model without an unknown token
+            raise ConfigError(f"the tokenizer cannot encode the text: {error}") from error
         is_twice = special and self._opening and ids[:2] == self._opening * 2
         return ids[1:] if is_twice else ids
 

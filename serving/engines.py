@@ -9,6 +9,7 @@ from peagle_jax.draft_head import DraftHead
 from peagle_jax.engine.memory import pages_in
 from peagle_jax.loading import load_weights
 from peagle_jax.models import Decoder
+from peagle_jax.own_drafters import load_own, own_config
 from serving.option_types import num_bytes
 from serving.settings import Settings, engine_config
 
@@ -29,7 +30,8 @@ def make_engine(settings: Settings) -> Engine:
         tensor_parallel=settings.tensor_parallel,
         activations=config.activations,
     )
-    return engine_of(settings, config, target, head, tokenizer=tokenizer)
+    drafter = load_own(settings.drafter, target, config)
+    return engine_of(settings, config, target, head, tokenizer=tokenizer, drafter=drafter)
 
 
 def sized_config(settings: Settings) -> EngineConfig:
@@ -52,8 +54,11 @@ def engine_of(
       ConfigError: see `Engine`.
     """
     if settings.kv_cache_memory is not None:
-        drafter = None if head is None else head.config
-        pages = pages_in(num_bytes(settings.kv_cache_memory), target.config, drafter, config)
+        given, drafter = num_bytes(settings.kv_cache_memory), parts.get("drafter")
+        drafts = None if head is None else head.config
+        if head is None and drafter is not None:
+            drafts = own_config(drafter, target.config)
+        pages = pages_in(given, target.config, drafts, config)
         config = replace(config, num_pages=pages)
     engine = Engine(target, head, config, **parts)
     # Requests without a seed are drawn anew after each start, and by each of several servers.

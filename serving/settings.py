@@ -56,7 +56,9 @@ class Settings(BaseSettings):
         metavar="DIR",
     )
     drafter: Text | None = _option(
-        None, "folder or hub id of a draft head for --model", metavar="DIR"
+        None,
+        "folder or hub id of a draft head for --model, or module:Class of a drafter of your own",
+        metavar="DIR",
     )
     served_model_name: Text | None = _option(
         None,

@@ -21,7 +21,7 @@ PACKAGES = ("pallas_kernels", "peagle_jax", "convert", "serving", "bench", "test
 ORDER = [
     "errors", "child_python", "command_line", "structured", "plotting", "rope_config", "draft_schedule", "exclusions", "config", "sampling_params", "presets", "plan",
     "parallel", "parallel.processes", "parallel.shares", "parallel.partition", "parallel.vocabulary", "quant", "rope_angles", "layers", "weight_order", "quantized_activations", "models.decoder", "models.experts", "models.gemma4", "models",
-    "cache", "sampling", "selector", "draft_head", "drafter", "ngram", "adjust", "prompt_scores", "verify", "step", "rounds", "parallel.replicas", "parallel.stacks", "parallel.mailboxes", "parallel.devices",
+    "cache", "sampling", "selector", "draft_head", "drafter", "own_drafters", "ngram", "adjust", "prompt_scores", "verify", "step", "rounds", "parallel.replicas", "parallel.stacks", "parallel.mailboxes", "parallel.devices",
     "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",
     "checkpoint.tables", "checkpoint.fields", "checkpoint.config_keys", "checkpoint.rope_json",
     "checkpoint.target_json", "checkpoint.target_writer", "checkpoint.head_json",

@@ -1,6 +1,7 @@
 """Validated reading of untrusted JSON: `Fields` returns a value of the right kind or names the bad key."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,16 @@ def _unique(pairs: list[tuple[str, object]]) -> dict:
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {max(names, key=names.count)!r} stands there twice")
     return raw
+
+
+_MOST_NAMED, _LONGEST_NAME = 10, 60
+
+
+def named(keys: Sequence[str]) -> str:
+    """Keys of an untrusted file for a message: the first ten, cut, and the number of the others."""
+    cut = lambda key: key if len(key) <= _LONGEST_NAME else f"{key[:_LONGEST_NAME]}.."
+    text = ", ".join(map(cut, keys[:_MOST_NAMED]))
+    return text + (f" and {len(keys) - _MOST_NAMED:,} more" if len(keys) > _MOST_NAMED else "")
 
 
 def read_config(folder: Path) -> dict:

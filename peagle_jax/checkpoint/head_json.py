@@ -28,7 +28,7 @@ from peagle_jax.checkpoint.rope_json import (
     windows_json,
 )
 from peagle_jax.checkpoint.safetensors import CheckpointError
-from peagle_jax.checkpoint.target_json import decoder_fields, qwen_windows
+from peagle_jax.checkpoint.target_json import check_quantization, decoder_fields, qwen_windows
 from peagle_jax.checkpoint.target_writer import decoder_json
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.rope_config import DynamicScaling
@@ -193,6 +193,7 @@ def drafter_config(
     nested = head.get("transformer_layer_config") is not None
     layers = head.inner("transformer_layer_config") if nested else head
     _check_promises(head, layers, tensors)
+    check_quantization(head)
     taps = tuple(taps) if taps is not None else _tap_ids(head, nested)
     qk_norm = _has_qk_norm(head, layers, nested, tensors)
     keys = read_keys(layers, HEAD_KEYS["qwen3" if qk_norm else "llama"])
@@ -265,6 +266,7 @@ def check_fit(config: DrafterConfig, target: TargetConfig, fused_width: int, whe
         problems.append(
             f"its taps {taps} are not {config.num_taps} ascending ids from 0 to {target.num_layers}, "
             "the streams entering the target's layers and the one leaving the last"
+            + ("" if config.taps else "; its config.json names none, so give them by --taps")
         )
     if not config.own_embedding and config.hidden_size != target.hidden_size:
         problems.append("it has no embedding and its width differs from the target's")

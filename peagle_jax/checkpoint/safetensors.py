@@ -35,11 +35,23 @@ DTYPES: dict[str, np.dtype] = {
     "I64": np.dtype(np.int64),
     "F64": np.dtype(np.float64),
 }
+_OTHER_DTYPES = ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4", "C64")
+"""Dtypes of the format that no supported model has."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+_LONGEST_MESSAGE = 4000
+
+
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be used; the message names the file and what is wrong with it."""
+    """A checkpoint that cannot be used; the message names the file and what is wrong with it.
+
+    It quotes untrusted files, so it is cut after some thousand characters.
+    """
+
+    def __init__(self, text: str):
+        cut = len(text) > _LONGEST_MESSAGE
+        super().__init__(f"{text[:_LONGEST_MESSAGE]}.." if cut else text)
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,9 @@ def entry(path: Path, name: str, raw, data_start: int, file_size: int) -> Tensor
     Raises:
       CheckpointError: a key is missing or of another kind, or dtype, shape and offsets disagree.
     """
+    named = raw.get("dtype") if isinstance(raw, dict) else None
+    if named in _OTHER_DTYPES:
+        raise CheckpointError(f"{path}: tensor {name!r} is {named}, which is not supported")
     try:
         dtype = DTYPES[raw["dtype"]]
         shape = tuple(_whole(n) for n in raw["shape"])
@@ -225,7 +240,8 @@ class Checkpoint(Headers):
         whole = self.folder / "model.safetensors"
         if whole.is_file():
             return [whole]
-        files = sorted(self.folder.glob("*.safetensors"))
+        # A pipe by such a name would be waited for without end.
+        files = sorted(path for path in self.folder.glob("*.safetensors") if path.is_file())
         if len(files) == 1:
             return files
         present = f"{len(files)} *.safetensors files and" if files else "no *.safetensors file,"

@@ -127,6 +127,11 @@ def _gemma4_block(table: Table, i: int, base: str, config: TargetConfig) -> None
     table.flat((*path, "layer_scalar"), f"{base}.layer_scalar", 1)
 
 
+def _without_head(tensors: Collection[str]) -> bool:
+    """Whether these are the names of a model without its head, as transformers' `AutoModel` saves it."""
+    return "embed_tokens.weight" in tensors
+
+
 def _target(table: Table, config: TargetConfig, base: str) -> None:
     V, D = config.vocab_size, config.hidden_size
     block = _gemma4_block if config.family == "gemma4" else _block
@@ -168,6 +173,8 @@ def target_layout(config: TargetConfig, tensors: Mapping[str, TensorInfo]) -> La
       CheckpointError: a tensor's shape or dtype contradicts the config or the tensors it is fused with.
     """
     table = Table(tensors)
+    if _without_head(tensors):
+        table = Table(tensors, rename=lambda name: name.removeprefix("model."))
     _target(table, config, _base(config, tensors))
 
     def drop(name: str) -> str | None:

@@ -28,6 +28,8 @@ from peagle_jax.config import (
 from peagle_jax.rope_config import RopeConfig
 
 _QUANTIZED = ("mxfp4", "fp8", "compressed-tensors", "modelopt")
+_COMPRESSED = ("float-quantized", "naive-quantized")
+"""Formats of compressed-tensors that hold a weight as FP8 with its scales."""
 _WRAPPERS = {"gemma4": "gemma4_text"}
 """Models of several towers, and the `model_type` of their `text_config`."""
 _DEFAULT_IDS = {"llama": (1, 2), "mistral": (1, 2), "gemma4_text": (2, 1)}
@@ -43,7 +45,8 @@ def target_config(folder: Path) -> TargetConfig:
     folder = Path(folder)
     outer = Fields(read_config(folder), str(folder))
     kind, fields = _text_fields(outer)
-    _check_quantization(outer)
+    for one in (outer, fields):
+        check_quantization(one)
     generation = Fields({}, str(folder / "generation_config.json"))
     if Path(generation.where).is_file():
         generation = Fields(read_json(Path(generation.where)), generation.where)
@@ -163,7 +166,8 @@ def decoder_fields(fields: Fields, keys: dict, *, intermediate: str = "intermedi
     )
 
 
-def _check_quantization(fields: Fields) -> None:
+def check_quantization(fields: Fields) -> None:
+    """Refuses a `quantization_config` whose weights would have other values here, by name."""
     quantization = fields.inner("quantization_config", {})
     method = quantization.get("quant_method")
     if method not in (None, *_QUANTIZED):
@@ -173,6 +177,28 @@ def _check_quantization(fields: Fields) -> None:
         )
     quantization.only("weight_block_size", [128, 128])
     quantization.only("fmt", "e4m3", "float8_e4m3fn")
+    quantization.only("quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+    if method == "compressed-tensors":
+        _check_compressed(quantization)
+
+
+def _check_compressed(quantization: Fields) -> None:
+    """Refuses all formats of the container `compressed-tensors` but FP8 weights with scales."""
+    where = f"{quantization.where}: quantization_config"
+    at = lambda name, raw: Fields(raw, f"{where}: {name}")
+    at("compressed-tensors", quantization.raw).only("format", *_COMPRESSED)
+    at("transform_config", quantization.raw).only("transform_config", {})
+    sparsity = quantization.inner("sparsity_config", {}).raw
+    at("sparsity_config", sparsity).only("format", "dense")
+    for name, group in quantization.inner("config_groups", {}).raw.items():
+        fields = at(name, group if isinstance(group, dict) else {})
+        fields.only("format", *_COMPRESSED)
+        weights = at(f"{name}.weights", fields.inner("weights", {}).raw)
+        weights.only("num_bits", 8)
+        weights.only("type", "float")
+        weights.only("symmetric", True)
+        weights.only("strategy", "tensor", "channel", "block")
+        weights.only("block_structure", [128, 128])
 
 
 def _rope(fields: Fields, keys: dict, default: RopeConfig = DEFAULT_ROPE) -> RopeConfig:

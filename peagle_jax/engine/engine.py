@@ -15,7 +15,7 @@ from pickle import PicklingError
 
 import jax
 
-from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.config import AttentionConfig, ConfigError, EngineConfig
 from peagle_jax.draft_head import DraftHead
 from peagle_jax.drafter import Drafter, make_drafter
 from peagle_jax.engine.adaptive import LoadPolicy
@@ -40,6 +40,7 @@ from peagle_jax.engine.scheduler import Scheduler
 from peagle_jax.engine.sizes import check_sizes
 from peagle_jax.models import Decoder
 from peagle_jax.ngram import NgramDrafter
+from peagle_jax.own_drafters import own_config
 from peagle_jax.parallel import replicas
 from peagle_jax.parallel.devices import Devices
 from peagle_jax.parallel.shares import check_shares
@@ -51,6 +52,17 @@ from peagle_jax.verify import verify, verify_blocks
 _log = logging.getLogger(__name__)
 
 
+def _warn_above(trained: int | None, num_draft: int) -> None:
+    """Warns of more drafts than a head was trained for."""
+    if trained is not None and num_draft > trained:
+        _log.warning(
+            "num_speculative_tokens=%d is above the %d this head was trained for; the "
+            "later positions will rarely be accepted",
+            num_draft,
+            trained,
+        )
+
+
 class Engine:
     """Continuous batching over one target and at most one drafter.
 
@@ -60,9 +72,11 @@ class Engine:
       config: sizes; `max_model_len` is lowered to what the target supports (see
         `sizes.check_sizes`).
       tokenizer: needed for text prompts and stop strings.
-      drafter: a drafter to use instead of the one built from `head` (notebooks, tests); its
-        `num_draft` is replaced by that of each call. If `head` is None it receives neither taps nor
-        a cache.
+      drafter: a drafter to use instead of the one built from `head`; its `num_draft` is replaced by
+        that of each call. With a `head` it has the head's taps and cache.
+      taps: without a `head`, ids of the target's streams that the drafter gets; None: its own
+        `taps`, or none.
+      cache: likewise the layers of the drafter's cache; None: its own `cache`, or none.
       accept: the acceptance rule; None: that of `config.verify_method`.
       times: what rounds take, for `config.adaptive`; None: they are measured.
     """
@@ -75,21 +89,30 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
+        taps: Sequence[int] | None = None,
+        cache: Sequence[AttentionConfig] | None = None,
         accept: AcceptRule | None = None,
         times: RoundTimes | None = None,
     ):
-        if config.num_draft == 0 or (head is None and drafter is None):
-            head, drafter = None, None
+        if config.num_draft == 0:
+            head = drafter = taps = cache = None
+        if head is None and drafter is None:
             config = replace(config, num_draft=0, adaptive="off")
         check_sizes(target.config, config)
         peers = None if config.gather == "auto" else config.gather == "peers"
-        rules = dict(check_replicas=config.check_replicas, peers=peers)
-        devices = Devices(config.tensor_parallel, **rules)
+        devices = Devices(config.tensor_parallel, check_replicas=config.check_replicas, peers=peers)
         if devices.count > 1:
             config = replace(config, gather="peers" if devices.peers else "library")
         for model in (target, head):
             if model is not None:
                 check_shares(model.config, devices.count)
+        head_config = None if head is None else head.config
+        if head is None and drafter is not None:
+            if devices.count > 1:
+                raise ConfigError("a drafter without a head runs on one device, not on several")
+            head_config = own_config(drafter, target.config, taps, cache)
+        elif taps is not None or cache is not None:
+            raise ConfigError("taps and cache are for a drafter without a head: leave them out")
         target, head = devices.placed(target), devices.placed(head)
         if head is not None and drafter is None:
             rules = dict(selector=config.selector, target=target if devices.count == 1 else None)
@@ -97,10 +120,9 @@ class Engine:
         limit = min(config.max_model_len, target.config.max_position)
         config = replace(config, max_model_len=limit)
         if config.rounds_per_call is None:
-            leaves = jax.tree.leaves((target, head))
+            leaves = jax.tree.leaves((target, drafter if head is None else head))
             held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
             config = replace(config, rounds_per_call=rounds_per_call(config, held))
-        head_config = None if head is None else head.config
         own = (target.config, head_config, config)
         config = replace(config, saved_rings=fit_rings(*own), long_prefills=has_long_prefills(*own))
         self.config = replace(config, num_pages=fit_pages(target.config, head_config, config))
@@ -109,17 +131,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.target_config = target.config
         self.drafter_config = head_config
-        taps: tuple[int, ...] = ()
+        taps = () if head_config is None else head_config.taps
         if head is not None:
-            taps = head.config.taps or target.config.default_taps
-            trained = head.config.trained_num_draft
-            if trained is not None and config.num_draft > trained:
-                _log.warning(
-                    "num_speculative_tokens=%d is above the %d this head was trained for; the "
-                    "later positions will rarely be accepted",
-                    config.num_draft,
-                    trained,
-                )
+            taps = taps or target.config.default_taps
+            _warn_above(head.config.trained_num_draft, config.num_draft)
         vocab_size, eos_ids = target.config.vocab_size, target.config.eos_ids
         if config.ngram:
             drawn = vocab_size if config.draft_sampling == "sample" else 0

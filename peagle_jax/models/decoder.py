@@ -109,7 +109,10 @@ class Decoder(nnx.Module):
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Final norm and output projection: [..., D] -> float32 logits [..., V], see `parallel.vocabulary`."""
-        normed = self.norm(hidden)
+        return self.logits(self.norm(hidden))
+
+    def logits(self, normed: jax.Array) -> jax.Array:
+        """`unembed` of a state [..., D] that is normed already, as a drafter of its own may predict it."""
         if self.lm_head is None:
             logits = self.embed.unembed(normed)
         else:

@@ -86,6 +86,21 @@ def test_without_torch_the_rest_is_verified(cli, tmp_path, monkeypatch):
     assert "logits against PyTorch: skipped (torch is not installed)" in out
 
 
+@pytest.mark.parametrize("fails", ["from_pretrained", "__call__"])
+def test_a_model_that_transformers_cannot_run_is_verified_by_its_bits(
+    fails, torch, cli, tmp_path, monkeypatch
+):
+    def fail(*args, **options):
+        raise ImportError("Using `accelerate` is required.\nInstall it.")
+
+    cli("convert", GOLDEN / "gpt_oss-mxfp4", tmp_path / "dst")
+    monkeypatch.setattr(Model, fails, fail)
+    code, out, err = cli("verify", GOLDEN / "gpt_oss-mxfp4", tmp_path / "dst")
+    assert (code, err) == (0, "")
+    assert "every bit is right" in out
+    assert "logits not compared: ImportError: Using `accelerate` is required.\n" in out
+
+
 def test_heads_and_models_that_do_not_fit_are_skipped(torch, monkeypatch):
     assert logits.why_skipped("head", 10) == "logits are compared for targets only"
     assert logits.why_skipped("target", 10) is None

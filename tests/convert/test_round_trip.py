@@ -3,15 +3,18 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 from convert.source import open_source
 from convert.synthetic import write_synthetic
-from peagle_jax.checkpoint import Checkpoint, CheckpointError
+from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_target
 from peagle_jax.checkpoint.converted import Converted, is_converted, joined, open_checkpoint
+from peagle_jax.checkpoint.safetensors import write
 from tests.convert.conftest import TINY_MOE, TINY_OSS, checkpoints, same_files
+from tests.tiny import causal_attention
 
 CHECKPOINTS = checkpoints()
 SMALL = ("--max-in-flight", "90KB", "--group-size", "400KB")
@@ -111,3 +114,36 @@ def test_side_files_are_copied_and_the_manifest_tells_all(cli, tmp_path):
     assert all(len(entry["sha256"]) == 64 for entry in manifest["parameters"])
     used = {name for entry in manifest["parameters"] for name in entry["names"]}
     assert used == tensors.keys()
+
+
+def test_a_model_without_its_head_is_converted(cli, tmp_path):
+    """As transformers' `AutoModel` saves a model whose lm_head is its embedding: names without a prefix."""
+    source, bare = Checkpoint(CHECKPOINTS["qwen2"][0]), tmp_path / "src"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((source.folder / "config.json").read_bytes())
+    held = {n.removeprefix("model."): source.read(n) for n in source.names()}
+    write(bare / "model.safetensors", held)
+    assert cli("convert", bare, tmp_path / "dst")[0] == 0
+    code, out, err = cli("verify", bare, tmp_path / "dst", "--no-logits")
+    assert (code, err) == (0, "")
+    assert "every bit is right" in out
+
+
+@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "qwen3_moe-fp8", "qwen3-fp8-channel"])
+def test_a_dequantised_model_has_the_values_of_the_quantised_one(name, cli, tmp_path):
+    folder = CHECKPOINTS[name][0]
+    cli("convert", folder, tmp_path / "dst")
+    source = folder if name == "qwen3-fp8-channel" else tmp_path / "dst"
+    code, _, err = cli("dequantize", source, tmp_path / "plain", "--dtype", "float32")
+    assert (code, err) == (0, "")
+    assert not open_source(tmp_path / "plain", target=None).layout.quantized
+    rows = jnp.arange(16, dtype=jnp.int32)[None]
+    logits = []
+    for one in (folder, tmp_path / "plain"):
+        model = load_target(one, dtype="float32")
+        cache = [None] * model.config.num_layers
+        logits.append(model.unembed(model(rows, rows, cache, causal_attention)[0]))
+    np.testing.assert_allclose(*logits, atol=2e-5)
+    code, _, err = cli("dequantize", folder, tmp_path / "plain")
+    assert code == 2
+    assert "exists already" in err
