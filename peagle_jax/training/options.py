@@ -266,6 +266,10 @@ def _add_share(parser) -> None:
         "--share", nargs="+", choices=("embedding", "unembedding"), default=[],
         help="tables of the target that the head reads and does not train: a smaller head (default: none)",
     )  # fmt: skip
+    parser.add_argument(
+        "--draft-vocab", type=int, metavar="N",
+        help="draft only the N most frequent tokens of the texts: faster rounds (default: all)",
+    )  # fmt: skip
 
 
 def _add_drafter(commands):
