@@ -356,7 +356,7 @@ def _plan_of(args, config: TargetConfig, held: int, *, rows: int, heldout: int):
 
 
 def _head(args) -> None:
-    from peagle_jax.checkpoint.target_json import target_config
+    from peagle_jax.checkpoint import load_head, save_speculators_head, target_config
     from peagle_jax.training import answers, recipe
     from peagle_jax.training.stored_text import load_text
 
@@ -383,6 +383,9 @@ def _head(args) -> None:
         run(parser().parse_args([*line, "--out", str(made)]))
     shutil.copytree(made / "final", args.out / "final", dirs_exist_ok=True)
     folder = args.out / "final"
+    if args.speculators:
+        head = load_head(folder, config, dtype="bfloat16")
+        save_speculators_head(head, args.out / "speculators", config)
     print(f"head in {folder}: peagle-generate --model {args.target} --drafter {folder} --chat ...")
 
 

@@ -414,6 +414,10 @@ def _add_head(commands):
         help="peagle: train a selector too, in a fifth of the time (default)",
     )  # fmt: skip
     parser.add_argument("--mask-token-id", type=int, help="default: a reserved token of the target")
+    parser.add_argument(
+        "--speculators", action="store_true",
+        help="also write the head in the layout of speculators, without its selector: OUT/speculators",
+    )  # fmt: skip
     _add_engine_options(parser)
 
 
