@@ -6,7 +6,6 @@ probabilities are their softmax.
 
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -171,18 +170,11 @@ def target_run() -> training.Run:
     return training.run_target(target(), text, target().config.default_taps)
 
 
-def teacher(name: str):
-    """The target as a head's labels see it: its unembedding cut to the draft vocabulary."""
-    rows = target().embed.weight[...][draft_ids(head(name))]
-    lm_head = SimpleNamespace(weight=rows)
-    return SimpleNamespace(embed=target().embed, lm_head=lm_head, config=target().config)
-
-
 @pytest.mark.sampled(1, slow=1)
 def test_the_trainer_computes_what_the_engine_computes(parallel):
     """Elements (a, 0) .. (a, K-1) of the trainer are slots a .. a+K-1 of a serving round."""
     name, seen = parallel
-    K, run, tutor = num_draft(name), target_run(), teacher(name)
+    K, run, tutor = num_draft(name), target_run(), target()
     S = run.tokens.shape[1]
 
     @jax.jit
@@ -224,7 +216,7 @@ def cod_elements(name: str) -> tuple[cod.Elements, np.ndarray]:
 def test_logits_loss_and_gradients_of_a_cod_sample_are_the_golden_ones(name):
     want, (elements, rows) = expected(name), cod_elements(name)
     params, merge = split_model(head(name))
-    run, tutor, chosen = target_run(), teacher(name), options(num_draft(name))
+    run, tutor, chosen = target_run(), target(), options(num_draft(name))
 
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
@@ -247,7 +239,7 @@ def test_logits_loss_and_gradients_of_a_cod_sample_are_the_golden_ones(name):
 @pytest.mark.parametrize("name", EAGLE)
 def test_logits_loss_and_gradient_of_the_training_time_test_are_the_golden_ones(name):
     """speculators counts row p of step s when slot p + s does; the trainer wants slot p to as well."""
-    want, K, run, tutor = expected(name), num_draft(name), target_run(), teacher(name)
+    want, K, run, tutor = expected(name), num_draft(name), target_run(), target()
     S = run.tokens.shape[1]
     mask = np.r_[expected("sequence")["loss_mask"], np.zeros(K, int)]
     used = np.array([[p + s < S - 1 and mask[p + s + 1] > 0 for p in range(S)] for s in range(K)])

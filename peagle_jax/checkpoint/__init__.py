@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         load_head,
         load_target,
         save_head,
+        save_speculators_head,
         save_target,
     )
     from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError
@@ -24,6 +25,7 @@ _HOMES = {
     "load_head": "loader",
     "load_target": "loader",
     "save_head": "loader",
+    "save_speculators_head": "loader",
     "save_target": "loader",
     "target_config": "target_json",
 }
@@ -35,6 +37,7 @@ __all__ = [
     "load_head",
     "load_target",
     "save_head",
+    "save_speculators_head",
     "save_target",
     "target_config",
 ]

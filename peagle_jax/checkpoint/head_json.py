@@ -29,7 +29,7 @@ from peagle_jax.checkpoint.rope_json import (
 )
 from peagle_jax.checkpoint.safetensors import CheckpointError
 from peagle_jax.checkpoint.target_json import check_quantization, decoder_fields, qwen_windows
-from peagle_jax.checkpoint.target_writer import decoder_json
+from peagle_jax.checkpoint.target_writer import ARCHITECTURES, decoder_json
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.rope_config import DynamicScaling
 
@@ -312,3 +312,41 @@ def head_json(config: DrafterConfig, max_position: int, dtype: str) -> dict:
     if config.selector_rank:
         raw["selector_rank"] = config.selector_rank
     return raw
+
+
+def speculators_json(config: DrafterConfig, target: TargetConfig, dtype: str) -> dict:
+    """config.json of a head in the nested form of speculators; `target` is its verifier."""
+    depth = config.trained_num_draft or 7
+    proposal = dict(
+        proposal_type="greedy", speculative_tokens=depth, accept_tolerance=0.0, verifier_accept_k=1
+    )
+    is_peagle = config.method == "peagle"
+    return {
+        "architectures": ["PEagleDraftModel" if is_peagle else "Eagle3DraftModel"],
+        "speculators_model_type": config.method,
+        "speculators_config": {
+            "algorithm": config.method,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"architectures": [ARCHITECTURES[target.family]], "name_or_path": None},
+        },
+        "transformer_layer_config": {
+            "model_type": "qwen3" if config.qk_norm else "llama",
+            **decoder_json(config, dtype),
+            **rope_json(config.rope),
+            "max_position_embeddings": target.max_position,
+            "mlp_bias": config.mlp_bias,
+            "tie_word_embeddings": False,
+            **windows_json(config.sliding_windows),
+        },
+        "draft_vocab_size": config.draft_vocab_size,
+        "eagle_aux_hidden_state_layer_ids": list(config.taps or target.default_taps),
+        "target_hidden_size": config.target_hidden_size,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_output": config.norm_output,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+        **({"mask_token_id": config.mask_token_id} if is_peagle else {}),
+    }

@@ -26,7 +26,7 @@ from peagle_jax.checkpoint.assembly import (
 from peagle_jax.checkpoint.checked import checked_head, checked_target, naming
 from peagle_jax.checkpoint.converted import Converted, joined, open_checkpoint
 from peagle_jax.checkpoint.fields import named, read_config
-from peagle_jax.checkpoint.head_json import head_json, head_unread_keys
+from peagle_jax.checkpoint.head_json import head_json, head_unread_keys, speculators_json
 from peagle_jax.checkpoint.layout import PACKED, Layout, Rule
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, write
 from peagle_jax.checkpoint.streaming import stream
@@ -285,9 +285,25 @@ def save_head(
     the head's selector out, which other programs do not support.
     """
     config = head.config if selector else replace(head.config, selector_rank=0)
-    like = head_tensors(config, jnp.dtype(dtype))
+    tensors = _head_arrays(head, config, head_tensors(config, jnp.dtype(dtype)))
+    _write_folder(Path(folder), head_json(config, max_position, dtype), tensors)
+
+
+def save_speculators_head(
+    head: DraftHead, folder: str | Path, target: TargetConfig, *, dtype: str = "bfloat16"
+) -> None:
+    """Writes a head for `target` in the layout of speculators, without its selector."""
+    config = replace(head.config, selector_rank=0)
+    tensors = _head_arrays(head, config, head_tensors(config, jnp.dtype(dtype), "layers.0"))
+    _write_folder(Path(folder), speculators_json(config, target, dtype), tensors)
+
+
+def _head_arrays(
+    head: DraftHead, config: DrafterConfig, like: dict[str, TensorInfo]
+) -> dict[str, np.ndarray]:
+    """The tensors named in `like`, `d2t` and `t2d`."""
     tensors = _tensors_of(head, head_layout(config, like), like)
     d2t = tensors.setdefault("d2t", np.zeros(config.draft_vocab_size, np.int64))
     tensors["t2d"] = np.zeros(config.vocab_size, bool)
     tensors["t2d"][np.arange(len(d2t)) + d2t] = True
-    _write_folder(Path(folder), head_json(config, max_position, dtype), tensors)
+    return tensors

@@ -260,8 +260,13 @@ def head_names(tensors: Mapping[str, TensorInfo]) -> Callable[[str], str]:
     return lambda name: f"model.{name}" if f"model.{name}" in tensors else name
 
 
-def head_tensors(config: DrafterConfig, dtype: np.dtype) -> dict[str, TensorInfo]:
-    """The weights of an unquantised head in `dtype` as AWS and SafeAILab name them: `midlayer.*`."""
+def head_tensors(
+    config: DrafterConfig, dtype: np.dtype, first: str = "midlayer"
+) -> dict[str, TensorInfo]:
+    """The weights of an unquantised head in `dtype`; `first` is the name of layer 0.
+
+    It is `midlayer` in files of AWS and SafeAILab, `layers.0` in those of speculators.
+    """
     table = Table({}, invent=np.dtype(dtype))
-    _head(table, config, "midlayer")
+    _head(table, config, first)
     return table.invented

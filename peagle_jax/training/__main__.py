@@ -149,17 +149,23 @@ def head_config(
     mask_token_id: int | None = None,
     qk_norm: bool = False,
     share: Collection[str] = (),
+    draft_vocab: int | None = None,
 ) -> DrafterConfig:
     """A new head in the target's shape, by default with the layers and depths of the released ones.
 
     Args:
+      draft_vocab: number of tokens that are drafted; None: all.
       share: "embedding" and "unembedding": tables of the target that the head reads in place of its own.
     """
     peagle = method == "peagle"
+    if draft_vocab is not None and (draft_vocab > target.vocab_size or "unembedding" in share):
+        raise ConfigError(
+            f"--draft-vocab {draft_vocab}: the target has {target.vocab_size} tokens, and a shared unembedding has all"
+        )
     return DrafterConfig(
         method=method,
         vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab or target.vocab_size,
         hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
         num_layers=layers or (4 if peagle else 1),
@@ -224,7 +230,7 @@ def drafter_run(args) -> DrafterRun:
         method=args.method,
         taps=tuple(args.taps) if args.taps else None,
         mask_token_id=_mask_token(args, target.config) if peagle and args.init is None else 0,
-        **_pick(args, "layers depths intermediate_size share"),
+        **_pick(args, "layers depths intermediate_size share draft_vocab"),
     )
     from_layers = args.from_layers
     if from_layers is None:
@@ -344,13 +350,13 @@ def _plan_of(args, config: TargetConfig, held: int, *, rows: int, heldout: int):
 
     sizes = dict(length=args.length, step_tokens=args.step_tokens, epochs=args.epochs)
     shape = recipe.shape_of(config, rows=rows, heldout=heldout, **sizes)
-    names = "method layers share"
+    names = "method layers share draft_vocab"
     head = head_config(config, mask_token_id=0, **_pick(args, names))
     return recipe.Plan(target=config, head=head, shape=shape, target_bytes=held)
 
 
 def _head(args) -> None:
-    from peagle_jax.checkpoint.target_json import target_config
+    from peagle_jax.checkpoint import load_head, save_speculators_head, target_config
     from peagle_jax.training import answers, recipe
     from peagle_jax.training.stored_text import load_text
 
@@ -377,6 +383,9 @@ def _head(args) -> None:
         run(parser().parse_args([*line, "--out", str(made)]))
     shutil.copytree(made / "final", args.out / "final", dirs_exist_ok=True)
     folder = args.out / "final"
+    if args.speculators:
+        head = load_head(folder, config, dtype="bfloat16")
+        save_speculators_head(head, args.out / "speculators", config)
     print(f"head in {folder}: peagle-generate --model {args.target} --drafter {folder} --chat ...")
 
 

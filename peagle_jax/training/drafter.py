@@ -24,6 +24,7 @@ from peagle_jax.training.passes import (
     Rows,
     Run,
     compare,
+    draft_ids,
     parallel_rows,
     partitioned_outcome,
     pick_anchors,
@@ -128,14 +129,13 @@ def init_head(
     *,
     from_layers: bool = False,
     hidden: Hidden = "shared",
+    draft_ids: np.ndarray | None = None,
 ) -> DraftHead:
     """A random head that starts from the target's embedding, unembedding and final norm.
 
     With `from_layers` its layers after the first start as the target's last ones, in their order. `hidden`
-    names the states of its mask rows.
+    names the states of its mask rows. `draft_ids` are the target ids of a smaller draft vocabulary, ascending.
     """
-    if config.draft_vocab_size != config.vocab_size:
-        raise ConfigError("training keeps the full vocabulary")
     if config.hidden_size != target.config.hidden_size:
         raise ConfigError("the head must be as wide as the target: it starts from its embedding")
     check_fit(
@@ -149,8 +149,12 @@ def init_head(
     if head.embed is not None:
         head.embed.weight[...] = target.embed.weight[...].astype(jnp.float32)
         head.embed = TrainedEmbed(head.embed)
+    if head.d2t is not None:
+        head.d2t[...] = jnp.asarray(draft_ids - np.arange(len(draft_ids)), jnp.int32)
     if head.lm_head is not None:
-        head.lm_head.weight[...] = unembedding(target).astype(jnp.float32)
+        rows = unembedding(target)
+        rows = rows if head.d2t is None else rows[draft_ids]
+        head.lm_head.weight[...] = rows.astype(jnp.float32)
     head.norm.weight[...] = target.norm.weight[...].astype(jnp.float32)
     if from_layers:
         _copy_layers(head, target)
@@ -275,6 +279,20 @@ def training_batches(
     return every_nth(options.long_every, batches(longer, size, run.seed), usual)
 
 
+def _draft_ids(
+    config: DrafterConfig, target: TargetConfig, text: Text, init: DraftHead | None
+) -> np.ndarray | None:
+    """The draft vocabulary: that of `init`, or end tokens and the most frequent tokens of the texts; None: all."""
+    if config.draft_vocab_size == config.vocab_size:
+        return None
+    if init is not None:
+        return np.asarray(draft_ids(init))
+    used = text.tokens[np.arange(text.tokens.shape[1]) < text.length[:, None]]
+    counts = np.bincount(used, minlength=config.vocab_size)
+    counts[list(target.eos_ids)] = len(used) + 1
+    return np.sort(np.argsort(-counts, kind="stable")[: config.draft_vocab_size])
+
+
 def make_task(
     config: DrafterConfig,
     target: Decoder,
@@ -287,7 +305,12 @@ def make_task(
     stored = partial(load_text, target.config, options.continuations)
     text, heldout = stored("train", options.max_temperature), stored("heldout")
     made = init_head(
-        config, target, run.seed, from_layers=options.from_layers, hidden=options.hidden
+        config,
+        target,
+        run.seed,
+        from_layers=options.from_layers,
+        hidden=options.hidden,
+        draft_ids=_draft_ids(config, target.config, text, init),
     )
     params, merge = split_model(made)
     if init is not None:

@@ -266,6 +266,10 @@ def _add_share(parser) -> None:
         "--share", nargs="+", choices=("embedding", "unembedding"), default=[],
         help="tables of the target that the head reads and does not train: a smaller head (default: none)",
     )  # fmt: skip
+    parser.add_argument(
+        "--draft-vocab", type=int, metavar="N",
+        help="draft only the N most frequent tokens of the texts: faster rounds (default: all)",
+    )  # fmt: skip
 
 
 def _add_drafter(commands):
@@ -410,6 +414,10 @@ def _add_head(commands):
         help="peagle: train a selector too, in a fifth of the time (default)",
     )  # fmt: skip
     parser.add_argument("--mask-token-id", type=int, help="default: a reserved token of the target")
+    parser.add_argument(
+        "--speculators", action="store_true",
+        help="also write the head in the layout of speculators, without its selector: OUT/speculators",
+    )  # fmt: skip
     _add_engine_options(parser)
 
 

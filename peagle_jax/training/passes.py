@@ -26,6 +26,7 @@ from peagle_jax.training.objective import (
     Distribution,
     Labels,
     Table,
+    by_chunk,
     distill,
     label_probabilities,
     tabulate,
@@ -168,9 +169,12 @@ def _positions(slots: jax.Array, num_slots: int) -> jax.Array:
 def _teacher(head, target: Decoder, run: Run, options: DrafterOptions, at: jax.Array):
     """The labels of rows `at` [R]; see `distill`."""
     if options.loss == "ce":
-        return Labels(_ahead(run.tokens, 1).reshape(-1)[at])
+        return Labels(_next_drafts(head, run)[0][at])
     normed = run.normed.reshape(-1, run.normed.shape[-1])
-    weight = jax.lax.stop_gradient(unembedding(target))
+    weight = unembedding(target)
+    if head.d2t is not None:
+        weight = weight[draft_ids(head)]
+    weight = jax.lax.stop_gradient(weight)
     cap = target.config.logit_softcap
     if options.elements == "texts" or head.config.method == "eagle3":  # several rows a position
         return Table(at, *tabulate(normed, weight, options.sharpen, cap, options.loss_chunk))
@@ -181,6 +185,29 @@ def student_weight(head: DraftHead, target: Decoder) -> jax.Array:
     """[V, D], of the head's logits; the target's is not trained."""
     weight = head.unembedding(target)
     return jax.lax.stop_gradient(weight) if head.lm_head is None else weight
+
+
+def draft_ids(head: DraftHead) -> jax.Array:
+    """Target ids [Vd] of the draft vocabulary."""
+    return head.to_target_ids(jnp.arange(head.config.draft_vocab_size))
+
+
+def _next_drafts(head: DraftHead, run: Run) -> tuple[jax.Array, jax.Array]:
+    """The next token at every position [B * S] as a draft id, and whether it has one; 0 for others."""
+    following = _ahead(run.tokens, 1).reshape(-1)
+    if head.d2t is None:
+        return following, jnp.ones(following.shape, bool)
+    places = jnp.full(head.config.vocab_size, -1, jnp.int32)
+    places = places.at[draft_ids(head)].set(jnp.arange(head.config.draft_vocab_size))
+    found = places[following]
+    return jnp.maximum(found, 0), found >= 0
+
+
+def _has_choice(head: DraftHead, target: Decoder, run: Run, chunk: int) -> jax.Array:
+    """Whether the target's choice at every position [B * S] is in the draft vocabulary."""
+    is_draft = jnp.zeros(head.config.vocab_size, bool).at[draft_ids(head)].set(True)
+    choose = lambda rows: is_draft[jnp.argmax(rows @ unembedding(target).T, axis=-1)]
+    return by_chunk(choose, run.normed.reshape(-1, run.normed.shape[-1]), chunk)
 
 
 def compare(head, target: Decoder, run: Run, options: DrafterOptions, rows: Rows) -> Outcome:
@@ -195,7 +222,10 @@ def compare(head, target: Decoder, run: Run, options: DrafterOptions, rows: Rows
         options.loss_chunk,
         "kl" if options.loss == "ce" else options.loss,
     )
-    report = (x.reshape(shape) for x in (result.kl, result.match))
+    match = result.match
+    if head.d2t is not None:
+        match &= _has_choice(head, target, run, options.loss_chunk)[flat(rows.at)]
+    report = (x.reshape(shape) for x in (result.kl, match))
     return Outcome(result.total, importance.sum(), *report, rows.used)
 
 
@@ -296,12 +326,14 @@ def _paces(
     head, target, run: Run, blocks: Blocks, options: DrafterOptions, rows: Rows
 ) -> jax.Array:
     """D-PACE weights of the rows [R, S], from the head's probabilities of the text's tokens."""
+    (token, exists), at = _next_drafts(head, run), rows.at.reshape(-1)
     probs = label_probabilities(
         jax.lax.stop_gradient(head.norm(rows.out).reshape(-1, rows.out.shape[-1])),
         jax.lax.stop_gradient(student_weight(head, target)),
-        _ahead(run.tokens, 1).reshape(-1)[rows.at.reshape(-1)],
+        token[at],
         options.loss_chunk,
     )
+    probs = jnp.where(exists[at], probs, 0.0)
     by_depth = blocks.split(probs.reshape(rows.used.shape)), blocks.split(rows.used)
     return jnp.concatenate(pace_weights(*by_depth))
 

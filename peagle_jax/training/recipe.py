@@ -52,7 +52,7 @@ def learning_rate(hidden_size: int) -> float:
 def drafter_line(args, plan: "Plan", dtype: str) -> list[str]:
     """Command line of the stage `drafter`; what the ablations chose is its default (docs/training.md)."""
     own = dict(method=args.method, layers=args.layers, mask_token_id=args.mask_token_id)
-    own |= dict(anchors=args.length // 2)
+    own |= dict(anchors=args.length // 2, draft_vocab=args.draft_vocab)
     share = 1 - SELECTOR_SHARE if args.selector and args.method == "peagle" else 1.0
     return _line("drafter", args, plan, dtype, learning_rate(plan.target.hidden_size), share, own)
 

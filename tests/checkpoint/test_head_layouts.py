@@ -1,6 +1,7 @@
 """The golden heads as other trainers save them: the same logits; and how their tap ids are read."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -9,7 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_head, load_target, save_head
+from peagle_jax.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    load_head,
+    load_target,
+    save_head,
+    save_speculators_head,
+)
 from peagle_jax.checkpoint.safetensors import write
 from peagle_jax.draft_head import DraftHead
 from peagle_jax.presets import PRESETS
@@ -114,6 +122,25 @@ def test_a_head_of_any_layout_is_written_as_aws_writes_it(name, tmp_path):
     assert not any(n.startswith(("layers.0.", "model.")) for n in written.names())
     if "mask_hidden" in written:
         assert written.info("mask_hidden").shape == (1, 1, 192)
+
+
+@pytest.mark.parametrize("name", ["peagle-4", "eagle31", "peagle-qwen3"])
+def test_a_head_is_written_as_speculators_writes_it(name, tmp_path):
+    head = load(GOLDEN / name)
+    save_speculators_head(head, tmp_path, target().config, dtype="float32")
+    taps = head.config.taps or target().config.default_taps
+    depth = head.config.trained_num_draft or 7
+    again = load(tmp_path)
+    assert again.config == replace(head.config, taps=taps, trained_num_draft=depth)
+    check_logits(again, name)
+    ours, theirs = Checkpoint(tmp_path), Checkpoint(GOLDEN / name)
+    assert set(theirs.names()) <= set(ours.names())
+    assert {n: ours.info(n).shape for n in theirs.names()} == {
+        n: theirs.info(n).shape for n in theirs.names()
+    }
+    raw, golden = (json.loads((f / "config.json").read_text()) for f in (tmp_path, GOLDEN / name))
+    for key in ("speculators_model_type", "draft_vocab_size", "architectures", "mask_token_id"):
+        assert raw.get(key) == golden.get(key)
 
 
 def test_a_head_that_owns_nothing_drafts_with_the_targets_embedding_and_head():

@@ -78,7 +78,7 @@ def test_its_calls_can_be_made():
 
 def test_its_loads_can_be_made():
     shown = [words for words, _ in commands("peagle-bench") if words[0] == "serve-load"]
-    assert len(shown) == 4
+    assert len(shown) == 3
     for words in shown:
         args = bench_parser().parse_args(words)
         resolve(args.serve_options, {})

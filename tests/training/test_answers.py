@@ -174,7 +174,7 @@ def test_prompts_become_a_head_that_is_lossless_and_a_killed_run_goes_on(folder,
     prompts = jsonl(tmp_path / "prompts.jsonl", *rows, dict(messages=CHAT))
     line = (
         f"head --target {folder} --prompts {prompts} --out {tmp_path}/run --length 48 --max-tokens 12 "
-        "--step-tokens 96 --epochs 1 --layers 1 --concurrency 2 --num-heldout 2 --share embedding unembedding"
+        "--step-tokens 96 --epochs 1 --layers 1 --concurrency 2 --num-heldout 2 --share embedding unembedding --speculators"
     ).split()
     assert command.main(line) == 0
     assert "GiB  in all" in capsys.readouterr().out
@@ -194,10 +194,11 @@ def test_prompts_become_a_head_that_is_lossless_and_a_killed_run_goes_on(folder,
             np.testing.assert_array_equal(file[key], array)
     config = EngineConfig(num_draft=3, max_num_seqs=1, max_model_len=64, prefill_chunk=16)
     params, head = SamplingParams(max_tokens=12, ignore_eos=True), tmp_path / "run" / "final"
-    drafted = load(folder, head, config=config).generate(["say beta"], params)[0]
     plain = load(folder, method="none", config=config).generate(["say beta"], params)[0]
-    assert drafted.tokens == plain.tokens
-    assert drafted.drafted > 0
+    for written in (head, tmp_path / "run" / "speculators"):
+        drafted = load(folder, written, config=config).generate(["say beta"], params)[0]
+        assert drafted.tokens == plain.tokens
+        assert drafted.drafted > 0
     with pytest.raises(SystemExit):
         command.main([*line, "--max-tokens", "13"])
     assert "answers to other prompts or options" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def read(monkeypatch, who: str, noise: float, seed: int = 0) -> Run:
     monkeypatch.setattr(drafter, "run_target", lambda *rest: CLEAN)
     monkeypatch.setattr(drafter, READERS[who], stop)
     options = replace(_options(), noise=noise)
-    given = (lambda params: head, {}, (), options, {}, None, TEXT)
+    given = (lambda params: head, (), options, {}, None, TEXT)
     train = lambda: drafter.head_loss(*given, jax.random.key(seed))
     evaluate = lambda: drafter.evaluate_rows(*given)
     with pytest.raises(ReadError) as found:
