@@ -58,13 +58,16 @@ def parse(text: str) -> Schedule:
     """The schedule of an option's text, as "[[1, 8, 7], [9, 64, 3]]".
 
     Raises:
-      ConfigError: it is not JSON, or not a schedule.
+      ConfigError: it is not JSON, or not a schedule, or an empty one.
     """
     try:
         ranges = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _error(f"{text!r} is not JSON: {error}") from error
-    return schedule_of(ranges)
+    schedule = schedule_of(ranges)
+    if not schedule:
+        raise _error("there must be at least one range")
+    return schedule
 
 
 def num_draft_at(schedule: Schedule, batch_size: int, most: int) -> int:
@@ -130,6 +133,13 @@ def adaptive_or_default(adaptive: Adaptive | None, schedule: Schedule, ngram: in
 
 def _error(what: str) -> ConfigError:
     return ConfigError.of(OPTION, f"{what}; an example is [[1, 8, 7], [9, 64, 3]]")
+
+
+def check_most(schedule: Schedule, most: int) -> None:
+    """Raises `ConfigError` for a K above `num_speculative_tokens`, which no round could have."""
+    for item in schedule:
+        if item[2] > most:
+            raise _error(f"{list(item)}: K must be at most num_speculative_tokens={most}")
 
 
 def check_drafts(config) -> None:

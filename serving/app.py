@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 
 from peagle_jax.config import ConfigError
 from peagle_jax.model_folders import embedded
@@ -107,6 +108,12 @@ def _tokenizer(settings: Settings) -> Tokenizer | None:
     return None
 
 
+def _reply_format(settings: Settings, tokenizer: Tokenizer | None) -> str:
+    """The option, or for the embedded model, whose template has no signs of a format, one that can force calls."""
+    is_embedded = tokenizer is not None and tokenizer.folder == Path(embedded("target"))
+    return "qwen3" if settings.reply_format == "auto" and is_embedded else settings.reply_format
+
+
 def _limits(settings: Settings) -> Limits:
     names = [one.name for one in fields(Limits) if one.name != "max_seconds"]
     given = {name: getattr(settings, name) for name in names}
@@ -152,7 +159,7 @@ class _Service:
             worker,
             name=served_name(settings),
             limits=_limits(settings),
-            reply_format=settings.reply_format,
+            reply_format=_reply_format(settings, worker.description.tokenizer),
             report=report,
             report_refusal=log_refusal,
         )

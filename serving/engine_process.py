@@ -99,7 +99,11 @@ class _Process:
         _, begin = self._hub.orders.get()
         try:
             worker = self._start(begin)
-        except (ConfigError, OSError) as error:
+        except Exception as error:
+            # XLA has no type of its own for a lack of memory.
+            is_memory = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+            if not is_memory and not isinstance(error, ConfigError | OSError):
+                raise
             self._hub.send(("refused", " ".join(str(error).split())))
             return 2
         _, timeout, code = self._hub.orders.get()

@@ -175,7 +175,8 @@ class Settings(BaseSettings):
         "auto", "gemma4", "harmony", "llama3", "qwen3", "qwen3-coder", "think", "none"
     ] = _option(
         "auto",
-        "how replies of a chat mark reasoning and tool calls (default: as the model's own files say)",
+        "how replies of a chat mark reasoning and tool calls (default: as the model's own files say; qwen3 for the "
+        "embedded model)",
     )
     api_processes: Count = _option(
         1,

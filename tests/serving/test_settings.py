@@ -394,3 +394,12 @@ def test_sizes(text, size):
 def test_what_is_no_size(text):
     with pytest.raises(ConfigError, match="not a size"):
         num_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["[]", "[[1,4,99]]", "[[1,4]]", "{}", "[[1,4,8]]"])
+def test_a_schedule_that_asks_for_nothing_or_too_much_is_refused(text, file):
+    name = "num-speculative-tokens-per-batch-size"
+    with pytest.raises(ConfigError, match=r"num.speculative.tokens.per.batch.size") as caught:
+        settings(*file(f"{name}: {text}\n"))
+    assert "\n" not in str(caught.value)
+    assert settings(f"--{name}=[[1,4,7]]")

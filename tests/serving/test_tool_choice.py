@@ -8,7 +8,10 @@ import openai
 import pytest
 
 from peagle_jax.engine.grammar import Grammars
+from peagle_jax.model_folders import embedded
 from peagle_jax.structured import Structured
+from peagle_jax.text import Tokenizer
+from serving.app import _reply_format
 from serving.errors import ServiceError
 from serving.http.fields import Reading
 from serving.http.tools import ToolFields
@@ -17,6 +20,7 @@ from serving.replies.forced import xml_calls
 from serving.replies.formats import FORMATS
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ToolCall
+from serving.settings import Settings
 from tests.serving.scripted import END, TEMPLATE, make_tokenizer
 
 PARAMETERS = {
@@ -321,3 +325,13 @@ def test_a_parameter_that_may_be_null_is_json_unless_it_may_be_a_text(tmp_path):
     text = xml_calls.must(make_tokenizer(tmp_path, TEMPLATE), [tool], False)
     assert r'"<parameter=a>\n" text' in text
     assert r'"<parameter=b>\n" value_2' in text
+
+
+def test_the_embedded_model_takes_tools():
+    tokenizer = Tokenizer(embedded("target"))
+    name = _reply_format(Settings(), tokenizer)
+    assert Replies(tokenizer, name).calls(TOOLS, is_parallel=True, must_call=True)
+    text = tokenizer.chat_text([{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}])
+    assert text == "a\nb"
+    assert _reply_format(Settings(reply_format="none"), tokenizer) == "none"
+    assert _reply_format(Settings(), None) == "auto"
