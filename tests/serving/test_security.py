@@ -1,6 +1,5 @@
 """Access: TLS, certificates of clients, bearer tokens, and which answers need them."""
 
-import asyncio
 import logging
 import os
 import shutil
@@ -155,51 +154,6 @@ def test_new_certificates_are_used_without_a_restart(secure, pki, files, caplog)
         assert subject(secure, pki) == "server"
     with channel(secure, pki) as new:
         generate(new)
-
-
-def test_http_uses_new_certificates_too(pki, tmp_path):
-    """The context of HTTP: certificates of clients are demanded, and rotation reaches it."""
-    cert, key, ca = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem"))
-    put(pki["server"].cert, cert), put(pki["server"].key, key), put(pki["ca"].cert, ca)
-    context = Certificates(str(cert), str(key), str(ca)).context()
-
-    async def answer(reader, writer):
-        writer.write(await reader.read(1))
-        await writer.drain()
-        writer.close()
-
-    def shown(client: str | None) -> str | None:
-        """Whose certificate the server shows; None if it hangs up on ours."""
-        ours = ssl.create_default_context(cafile=pki["ca"].cert)
-        if client:
-            ours.load_cert_chain(pki[client].cert, pki[client].key)
-        with (
-            socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as plain,
-            ours.wrap_socket(plain, server_hostname="localhost") as wrapped,
-        ):
-            names = dict(pair[0] for pair in wrapped.getpeercert()["subject"])
-            try:
-                wrapped.sendall(b"x")
-                return names["commonName"] if wrapped.recv(1) else None
-            except OSError:
-                return None
-
-    async def run():
-        nonlocal port
-        server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
-        port = server.sockets[0].getsockname()[1]
-        assert await asyncio.to_thread(shown, "client") == "server"
-        assert await asyncio.to_thread(shown, "stranger") is None
-        assert await asyncio.to_thread(shown, None) is None
-        put(pki["second"].cert, cert), put(pki["second"].key, key)
-        assert await asyncio.to_thread(shown, "client") == "second"
-        put(pki["other"].cert, ca)
-        assert await asyncio.to_thread(shown, "client") is None
-        assert await asyncio.to_thread(shown, "stranger") == "second"
-        server.close()
-
-    port = 0
-    asyncio.run(run())
 
 
 def every_call(over: grpc.Channel, metadata) -> dict[str, grpc.StatusCode]:
