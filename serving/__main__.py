@@ -45,6 +45,7 @@ def main(
     finally:
         if children is not None:
             children.end(0.0)
+            children.keep_this_process()
 
 
 def _resolve_and_run(

@@ -39,8 +39,8 @@ from serving.tokenizing import Encoder
 
 _log = logging.getLogger(__name__)
 _FEW_CORES = 2
-_STOP_SECONDS = 30.0  # for the last round of an engine that serves
-_POOL_SECONDS = 10.0  # for texts that are being tokenised when the server stops
+_STOP_SECONDS = 2.0  # for the last round of an engine that serves
+_POOL_SECONDS = 1.0  # for texts that are being tokenised when the server stops
 
 
 class State(enum.Enum):
@@ -107,7 +107,7 @@ class Frontend:
         self._changed = asyncio.Event()
         self.state = State.STARTING
         self.is_stuck = False
-        """Whether the engine's thread still ran when `drain` ended."""
+        """Whether the engine, or a thread that works on a text, still ran when `drain` ended."""
 
     @property
     def load(self) -> Load:
@@ -320,10 +320,12 @@ class Frontend:
         self._encoder.close()
         self._constraints.close()
         self.memory.close()
-        self.is_stuck = not await asyncio.to_thread(self._worker.stop, patience)
+        has_stopped = await asyncio.to_thread(self._worker.stop, patience)
         # A thread that outlives the server could still write to its log.
-        await self._encoder.wait_closed(_POOL_SECONDS)
-        await self._constraints.wait_closed(_POOL_SECONDS)
+        are_closed = await asyncio.gather(
+            self._encoder.wait_closed(_POOL_SECONDS), self._constraints.wait_closed(_POOL_SECONDS)
+        )
+        self.is_stuck = not (has_stopped and all(are_closed))
         if self.state is not State.DEAD:
             self._enter(State.STOPPED)
         return not rest

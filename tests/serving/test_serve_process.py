@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import grpc
@@ -10,12 +13,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.served import Served
+from serving.app import END_SECONDS
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests.cli import conftest
+from tests.serving.processes import Processes, is_running
 from tests.waiting import LIMIT, eventually
 
-folders = conftest.folders
+folders, broken = conftest.folders, conftest.broken
 Status = grpc.StatusCode
 STATUSES = health_pb2.HealthCheckResponse
 LONG = pb.Stopping(max_tokens=150, ignore_eos=True)
@@ -148,6 +153,39 @@ def test_a_second_signal_ends_the_drain(serve, second, code):
     assert Status.UNAVAILABLE in codes
     assert server.process.wait(60) == code
     assert "Traceback" not in server.text()
+
+
+def test_a_hostile_chat_template_delays_neither_health_nor_the_end(serve, broken):
+    (broken.target / "chat_template.jinja").write_text("{{ 9 ** (9 ** 9) }}")
+    server = serve("--model", str(broken.target), "--drain-seconds", "0.5")
+    with grpc.insecure_channel(server.wait()) as channel:
+        talk = pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])
+        call = peagle_v1_pb2_grpc.GenerationStub(channel).GenerateOnce.future(
+            pb.GenerateRequest(chat=talk)
+        )
+        eventually(lambda: Processes(server).renderer, "the chat is rendered")
+        found = Processes(server)
+        health = health_pb2_grpc.HealthStub(channel)
+        assert health.Check(health_pb2.HealthCheckRequest()).status == STATUSES.SERVING
+        begun = time.monotonic()
+        server.process.terminate()
+        assert call.code() in (Status.UNAVAILABLE, Status.INVALID_ARGUMENT)
+        server.process.wait(LIMIT)
+        assert time.monotonic() - begun < 0.5 + END_SECONDS + 1.0
+    found.wait_until_gone()
+    eventually(lambda: not is_running(found.renderer))
+
+
+def test_a_process_that_hangs_ends_in_time_with_its_children():
+    code = (
+        "import threading; from serving.children import Children; children = Children();"
+        "children.end_within(0.5); print(children._engine_process.pid, flush=True); threading.Event().wait()"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert (made.returncode, "did not end by itself" in made.stderr) == (1, True)
+    assert not is_running(int(made.stdout))
 
 
 @pytest.mark.slow
