@@ -120,8 +120,7 @@ class Fate:
         write("host %d ends with exit code %d: %s", self._host, code, reason, extra={"kind": None})
         if notify is not None:
             notify(code, reason)
-        for handler in logging.getLogger().handlers:
-            handler.flush()
+        logging.shutdown()
         self._leave(code)
 
     def wait_for_blame(self) -> None:

@@ -1,7 +1,9 @@
 """`peagle-serve` as a process: readiness, shutdown and exit codes."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +26,7 @@ folders, broken = conftest.folders, conftest.broken
 Status = grpc.StatusCode
 STATUSES = health_pb2.HealthCheckResponse
 LONG = pb.Stopping(max_tokens=150, ignore_eos=True)
+SHORT = pb.Stopping(max_tokens=3, ignore_eos=True)
 NUM_STREAMS = 24  # on four slots: most of them wait when the signal comes
 
 
@@ -174,6 +177,52 @@ def test_a_hostile_chat_template_delays_neither_health_nor_the_end(serve, broken
         assert time.monotonic() - begun < 0.5 + END_SECONDS + 1.0
     found.wait_until_gone()
     eventually(lambda: not is_running(found.renderer))
+
+
+@pytest.mark.sampled(1, slow=1)
+@pytest.mark.parametrize("output", ["full", "closed"])
+def test_a_server_needs_nobody_who_reads_its_output(folders, environment, output):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    arguments = [
+        *folders.options(),
+        "--max-model-len",
+        "64",
+        "--port",
+        str(port),
+        "--http-port",
+        "-1",
+    ]
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh"] if output == "closed" else []
+    command = [*closed, sys.executable, "-m", "serving", *arguments, "--drain-seconds", "1"]
+    process = subprocess.Popen(command, env=environment, stdout=writer, stderr=writer)
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5]), stopping=SHORT)
+            stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+
+            def serves() -> bool:
+                assert process.poll() is None
+                with contextlib.suppress(grpc.RpcError):
+                    return bool(
+                        stub.GenerateOnce(request, wait_for_ready=True).usage.completion_tokens
+                    )
+                return False
+
+            eventually(serves, "the server serves")
+        process.terminate()
+        assert process.wait(LIMIT) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+        os.close(writer)
 
 
 def test_a_process_that_hangs_ends_in_time_with_its_children():
