@@ -159,12 +159,12 @@ class Frontend:
     async def watch(self, seconds: float) -> None:
         """Declares the engine dead when one of its rounds takes longer than `seconds`.
 
-        A device that hangs raises nothing: without this, clients would wait forever.
+        A device that hangs raises nothing: without this, clients would wait forever. Time does not count in which the
+        process of the engine was stopped.
         """
         while self.state in (State.STARTING, State.SERVING, State.DRAINING):
             await asyncio.sleep(min(1.0, seconds / 4))
-            since = self._worker.busy_since
-            if since is not None and time.monotonic() - since > seconds:
+            if self._worker.busy_seconds > seconds:
                 late = f"a round has taken more than {seconds:g} s"
                 self._die(Death("TimeoutError", late))
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -185,6 +186,20 @@ def test_a_process_that_stops_delays_no_other_and_does_not_count_as_dead(two):
             pass
         assert end_of(call)[0] is Status.OK
     assert found.all == Processes(two).all
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["engine", "main"])
+def test_a_stop_longer_than_a_round_may_take_ends_no_request(start, which):
+    server = start("--round-seconds", "4", "--drain-seconds", "1")
+    with connections(server.address, 1) as (stub,):
+        call = begun(stream(stub))
+        with stopped(getattr(Processes(server), which)):
+            until = time.monotonic() + 6.0
+            eventually(lambda: time.monotonic() > until, "the process was stopped for longer")
+        assert end_of(call) == (Status.OK, "", 199)
+        assert end_of(stream(stub))[0] is Status.OK
+    assert server.stop(LIMIT) == 0
 
 
 def log_of(server: Served) -> list[dict]:
