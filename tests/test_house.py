@@ -79,6 +79,7 @@ AT_HOME = {
 INTERNALS_OF_JAX = ("jax._src", "jaxlib", "jax.experimental.mosaic")
 MAY_USE_INTERNALS = {
     "pallas_kernels/mlir_compat.py": "MLIR operations and Mosaic's arrays, for the kernels",
+    "peagle_jax/engine/stored_programs.py": "the place of jax's own compilation cache",
     "peagle_jax/training/flash.py": "cuDNN attention that returns its log-sum-exp",
     "tests/eager.py": "the operation that makes a jax array of one of numpy's",
     "tests/kernels/block_scaled.py": "block-scaled products, which Mosaic's interpreter lacks",
