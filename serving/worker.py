@@ -27,6 +27,7 @@ from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.engine.stats import Acceptance, DeviceMemory
+from serving.memory import c_library_trim
 from serving.messages import (
     Death,
     Description,
@@ -270,6 +271,7 @@ class EngineWorker:
                 self._mail.put(_TimeIdle())
         except Exception:
             _log.exception("a program cannot be compiled; rounds use those that are compiled")
+        c_library_trim()  # compiling leaves up to a gigabyte of free memory in pieces
 
     def _load(self, key: Key) -> None:
         """Loads a program that has just come onto disk."""
