@@ -120,7 +120,8 @@ class Fate:
         write("host %d ends with exit code %d: %s", self._host, code, reason, extra={"kind": None})
         if notify is not None:
             notify(code, reason)
-        logging.shutdown()
+        for handler in logging.getLogger().handlers:
+            handler.flush()
         self._leave(code)
 
     def wait_for_blame(self) -> None:

@@ -90,15 +90,12 @@ class LimitedHandler(logging.StreamHandler):
             kind.count += 1
             if kind.count > _BURST:
                 return
-        super().emit(record)
-
-    def flush(self) -> None:
-        """Does nothing, because each line would wait for its writer; `close` waits."""
+        self._write(record)
 
     def close(self) -> None:
         """Writes the counts of lines left out, and closes."""
         self._close_windows(math.inf)
-        self.stream.flush()
+        self.flush()
         super().close()
 
     def _close_windows(self, now: float) -> None:
@@ -109,7 +106,14 @@ class LimitedHandler(logging.StreamHandler):
                 break
             del self._kinds[key]
             if kind.count > _BURST:
-                super().emit(kind.summary())
+                self._write(kind.summary())
+
+    def _write(self, record: logging.LogRecord) -> None:
+        """Writes a line without a flush, which would wait for the line to be read."""
+        try:
+            self.stream.write(f"{self.format(record)}\n")
+        except Exception:  # of the arguments of a line
+            self.handleError(record)
 
 
 @dataclass
