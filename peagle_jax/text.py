@@ -5,7 +5,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,9 @@ _IMPORT_LOCK = threading.Lock()
 """Serialises the import of transformers: concurrent imports see a partially initialised module."""
 
 
+_SEARCH_SECONDS = 0.05
+
+
 def _read_settings(path: Path) -> dict:
     """tokenizer_config.json, checked at load time: transformers reads it only at the first chat request."""
     if not path.is_file():
@@ -34,6 +37,22 @@ def _read_settings(path: Path) -> dict:
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: not a JSON object")
     return settings
+
+
+class _TimedRegex:
+    """The library `regex`, or a pattern of it, whose searches have a limit of time: patterns are a model author's."""
+
+    def __init__(self, pattern=None):
+        self._pattern = pattern
+
+    def __getattr__(self, name: str):
+        import regex  # with transformers
+
+        thing = getattr(regex if self._pattern is None else self._pattern, name)
+        if name == "compile":
+            return lambda *given: _TimedRegex(thing(*given))
+        is_search = name in ("search", "match", "fullmatch", "finditer", "sub")
+        return partial(thing, timeout=_SEARCH_SECONDS) if is_search else thing
 
 
 class Tokenizer:
@@ -244,10 +263,18 @@ class Tokenizer:
 
         Raises:
           ValueError: the template is not valid.
+
+        The parser raises TimeoutError where one search of a pattern takes more than `_SEARCH_SECONDS`.
         """
         with _IMPORT_LOCK:
-            from transformers.utils.chat_parsing import ResponseParser
+            from transformers.utils.chat_parsing import (
+                ResponseParser,
+                content_parsers,
+                response_templates,
+            )
             from transformers.utils.chat_parsing.response_templates import load_response_template
+
+            content_parsers.re = response_templates.re = _TimedRegex()
         if self._compiled_template is None:
             self._compiled_template = load_response_template(self.response_template)
         return ResponseParser(self._compiled_template, prefix=prompt)
