@@ -29,6 +29,7 @@ class Served:
       module: what is run; it takes options of `peagle-serve`.
       environment: of the process; None inherits that of this process.
       descriptors: most files and connections that it may hold open; None is our own limit.
+      prefix: a command that runs it.
 
     Attributes:
       started: `time.monotonic()` before the process was made.
@@ -44,12 +45,14 @@ class Served:
         module: str = "serving",
         environment: Mapping[str, str] | None = None,
         descriptors: int | None = None,
+        prefix: Sequence[str] = (),
     ):
         self.log = log
         self.address = ""
         self.started = time.monotonic()
         limit = [] if descriptors is None else ["prlimit", f"--nofile={descriptors}"]
         command = [
+            *prefix,
             *limit,
             sys.executable,
             "-m",

@@ -5,12 +5,13 @@ import contextlib
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
 from tokenizers import Tokenizer as _Backend
 
+from peagle_jax.chat_templates import ChatTemplate
 from peagle_jax.config import ConfigError
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.token_bytes import Pieces, TokenBytes
@@ -20,6 +21,9 @@ Ending = Literal["reply", "continued", "closed"]
 
 _IMPORT_LOCK = threading.Lock()
 """Serialises the import of transformers: concurrent imports see a partially initialised module."""
+
+
+_SEARCH_SECONDS = 0.05
 
 
 def _read_settings(path: Path) -> dict:
@@ -33,6 +37,22 @@ def _read_settings(path: Path) -> dict:
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: not a JSON object")
     return settings
+
+
+class _TimedRegex:
+    """The library `regex`, or a pattern of it, whose searches have a limit of time: patterns are a model author's."""
+
+    def __init__(self, pattern=None):
+        self._pattern = pattern
+
+    def __getattr__(self, name: str):
+        import regex  # with transformers
+
+        thing = getattr(regex if self._pattern is None else self._pattern, name)
+        if name == "compile":
+            return lambda *given: _TimedRegex(thing(*given))
+        is_search = name in ("search", "match", "fullmatch", "finditer", "sub")
+        return partial(thing, timeout=_SEARCH_SECONDS) if is_search else thing
 
 
 class Tokenizer:
@@ -65,6 +85,7 @@ class Tokenizer:
         self._bytes = {frozenset(): TokenBytes(self._compute_bytes)}
         """Tables by the special tokens that they spell."""
         self._compiled_template = None
+        self._template = ChatTemplate(self.folder)
         self._opening = self._backend.encode("").ids[:1]
 
     @property
@@ -190,28 +211,21 @@ class Tokenizer:
           ending: "reply": ready for the reply; "continued": in the middle of the last message, which the model
             goes on with; "closed": after the last message.
           variables: further template variables, such as `tools`, `reasoning_effort="low"` (GPT-OSS) or
-            `enable_thinking=False` (Qwen3, Gemma 4); templates ignore unknown ones.
+            `enable_thinking=False` (Qwen3, Gemma 4); templates ignore unknown ones. All are JSON values.
 
         Raises:
-          ConfigError: the model has no chat template, or the template rejects the conversation.
+          ConfigError: the model has no chat template, or the template rejects the conversation or exceeds a limit
+            (`chat_templates`).
         """
-        with _IMPORT_LOCK:
-            template = self._chat_template
-        try:
-            return template.apply_chat_template(
-                list(messages),
-                add_generation_prompt=ending == "reply",
-                continue_final_message=ending == "continued",
-                tokenize=False,
-                **variables,
-            )
-        except Exception as error:  # a template is a program of the model's author
-            raise ConfigError(f"the chat template failed: {error}") from error
+        end = dict(
+            add_generation_prompt=ending == "reply", continue_final_message=ending == "continued"
+        )
+        return self._template.render(messages, variables | end)
 
     def prepare_chat(self) -> None:
         """Loads the chat template in advance: seconds of the first `chat` call. No effect without one."""
-        with _IMPORT_LOCK, contextlib.suppress(ConfigError):
-            _ = self._chat_template
+        with contextlib.suppress(ConfigError):
+            self._template.prepare()
 
     @cached_property
     def template_source(self) -> str:
@@ -249,30 +263,21 @@ class Tokenizer:
 
         Raises:
           ValueError: the template is not valid.
+
+        The parser raises TimeoutError where one search of a pattern takes more than `_SEARCH_SECONDS`.
         """
         with _IMPORT_LOCK:
-            from transformers.utils.chat_parsing import ResponseParser
+            from transformers.utils.chat_parsing import (
+                ResponseParser,
+                content_parsers,
+                response_templates,
+            )
             from transformers.utils.chat_parsing.response_templates import load_response_template
+
+            content_parsers.re = response_templates.re = _TimedRegex()
         if self._compiled_template is None:
             self._compiled_template = load_response_template(self.response_template)
         return ResponseParser(self._compiled_template, prefix=prompt)
-
-    @cached_property
-    def _chat_template(self):
-        """Transformers' tokenizer, which holds the template and the special tokens for it.
-
-        Not AutoTokenizer, which needs a known model_type and tokenizer class.
-        """
-        # Imported here: the import takes seconds, and only chat needs it.
-        from transformers import PreTrainedTokenizerFast
-
-        try:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
-        except Exception as error:  # whatever broken files make it raise
-            raise ConfigError(f"{self.folder}: cannot read the chat template ({error})") from error
-        if not tokenizer.chat_template:
-            raise ConfigError("this model has no chat template; send a plain prompt")
-        return tokenizer
 
 
 class Detokenizer:

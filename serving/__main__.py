@@ -4,10 +4,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from peagle_jax.errors import ConfigError
+from serving.background_stream import BackgroundStream, open_standard_streams
 from serving.children import DEFAULT, Begin, Children, function_name
 from serving.signals import exit_while_loading
 
@@ -28,6 +28,7 @@ def main(
         function. None: `serving.engines.make_engine`.
     """
     exit_while_loading()
+    open_standard_streams()
     # A serving process reads certificates and tokens again at SIGHUP. Until then SIGHUP must not kill it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # By default gRPC writes a line for every handshake that fails.
@@ -45,6 +46,7 @@ def main(
     finally:
         if children is not None:
             children.end(0.0)
+            children.keep_this_process()
 
 
 def _resolve_and_run(
@@ -75,20 +77,25 @@ def _run(
     listed = "\n".join(settings.lines(sources))  # with the model as it was given
     if make_engine is None:
         settings = read_models(settings)
-    print(listed, flush=True)
+    output = BackgroundStream(sys.stdout)
+    output.write(f"{listed}\n")
     for warning in settings.warnings:
         print(f"peagle-serve: warning: {warning}", file=sys.stderr)
     name = DEFAULT if make_engine is None else function_name(make_engine)
     begin = Begin(settings, name, os.environ.get("XDG_CACHE_HOME"))
     if settings.host_index or settings.compile_only:
         children.end(0.0)
+        output.flush()
         from serving.engine_process import compile_only, follow_host
 
         return compile_only(begin) if settings.compile_only else follow_host(begin)
     children.begin(begin)
     from serving.app import serve
 
-    return serve(settings, access, children, say=partial(print, flush=True))
+    try:
+        return serve(settings, access, children, say=lambda line: output.write(f"{line}\n"))
+    finally:
+        output.flush()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -34,10 +35,12 @@ from serving.stream import Stream
 from serving.tracing import Tracer
 
 _log = logging.getLogger(__name__)
-_GRACE = 5.0  # seconds for the last messages of calls that have ended
+END_SECONDS = 5.0
+"""Seconds after the drain in which the server ends, in any case."""
+_GRACE = 1.0  # seconds for the last messages of calls that have ended
 _SHORT_GRACE = 0.5  # the same after a second signal
 _FOREVER = 1e6  # seconds
-_MARGIN = 30.0  # seconds beyond the drain in which a further process must have drained
+_MARGIN = 1.0  # seconds beyond the drain in which a further process must have drained
 
 Report = Callable[[Stream], None]
 
@@ -245,12 +248,14 @@ async def _serve_first(
         tasks.append(asyncio.create_task(fail(how, what)))
 
     def end_engine(timeout: float) -> bool:
-        siblings.drained.wait(0.0 if signals.hurry.is_set() else settings.drain_seconds + _MARGIN)
+        left = 0.0 if signals.hurry.is_set() else drain_end - time.monotonic() + _MARGIN
+        siblings.drained.wait(max(0.0, left))
         is_dead = service.frontend.state is State.DEAD
         code = signals.exit_code or signals.failure or int(is_dead)
         return children.end_engine(timeout, code, worker.order)
 
     tasks: list[asyncio.Task] = []
+    drain_end = 0.0
     signals = Signals(on_hangup=hang_up)
     lost = lambda index: lose(partial(children.how_a_server_ended, index), f"process {index}")
     siblings = Siblings(children.controls, on_lost=lost)
@@ -269,7 +274,11 @@ async def _serve_first(
 
     tasks.append(asyncio.create_task(end_failed_start()))
 
-    def drain_siblings() -> None:
+    def begin_drain() -> None:
+        nonlocal drain_end
+        seconds = 0.0 if signals.failure else settings.drain_seconds
+        drain_end = time.monotonic() + seconds
+        children.end_within(seconds + END_SECONDS)
         siblings.order("drain", signals.failure)
         tasks.append(asyncio.create_task(hurry_siblings()))
 
@@ -277,7 +286,7 @@ async def _serve_first(
         await signals.hurry.wait()
         siblings.order("hurry", signals.exit_code)
 
-    code = await service.run(signals, logs_figures=True, on_stop=drain_siblings)
+    code = await service.run(signals, logs_figures=True, on_stop=begin_drain)
     for task in tasks:
         task.cancel()
     if signals.hurry.is_set() or service.frontend.is_stuck:
@@ -307,7 +316,7 @@ async def _serve_further(
             os._exit(1)  # which ends the server
 
     # The first process orders the end if the engine's process is gone, and not if only this one has lost it.
-    worker.on_lost = lambda: asyncio.get_running_loop().call_later(_GRACE, end_alone)
+    worker.on_lost = lambda: asyncio.get_running_loop().call_later(END_SECONDS, end_alone)
     worker.end = drained
     service = _Service(settings, worker, access, report)
     await service.listen(*ports)

@@ -91,8 +91,7 @@ class BoundedPool:
         """Takes no more work; functions that run continue."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def wait_closed(self, seconds: float) -> None:
-        """Waits until no function runs, for at most `seconds`."""
-        if self._running:
-            futures = [asyncio.wrap_future(future) for future in self._running]
-            await asyncio.wait(futures, timeout=seconds)
+    async def wait_closed(self, seconds: float) -> bool:
+        """Waits until no function runs, for at most `seconds`; returns whether none does."""
+        futures = [asyncio.wrap_future(future) for future in self._running]
+        return not futures or not (await asyncio.wait(futures, timeout=seconds))[1]

@@ -8,10 +8,12 @@ Every child is a new interpreter (nothing is forked), inherits its end of socket
 
 import contextlib
 import logging
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from serving.settings import Settings
 
 _log = logging.getLogger(__name__)
-_GRACE = 10.0
+_GRACE = 1.0
 """Seconds after its round, or after the last message to other hosts, in which the engine's process ends."""
 
 DEFAULT = "serving.engines", "make_engine"
@@ -78,6 +80,7 @@ class Children:
         theirs.close()
         self.controls: list[socket.socket] = []
         self.servers: list[subprocess.Popen] = []
+        self._last_end: threading.Timer | None = None
 
     def begin(self, begin: Begin) -> None:
         """Tells the engine's process what to serve, and starts the other servers."""
@@ -132,6 +135,27 @@ class Children:
             self._engine_process.wait()
             return False
         return True
+
+    def end_within(self, seconds: float) -> None:
+        """Ends all processes with code 1, this one too, unless it has ended by itself until then.
+
+        It helps against a thread that hangs, in a library or in a write: an interpreter that exits waits for it.
+        """
+
+        def end() -> None:
+            _log.error("the server did not end by itself: its processes are killed")
+            self.end(0.0)
+            logging.shutdown()
+            os._exit(1)
+
+        self._last_end = threading.Timer(seconds, end)
+        self._last_end.daemon = True
+        self._last_end.start()
+
+    def keep_this_process(self) -> None:
+        """Takes `end_within` back: for a process that goes on."""
+        if self._last_end is not None:
+            self._last_end.cancel()
 
     def end(self, seconds: float) -> None:
         """Waits at most so many seconds until all have ended, and kills the rest."""

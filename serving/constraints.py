@@ -163,10 +163,10 @@ class Constraints:
         for process in self._processes:
             process.end()
 
-    async def wait_closed(self, seconds: float) -> None:
-        """Waits until no constraint is compiled, for at most `seconds`."""
+    async def wait_closed(self, seconds: float) -> bool:
+        """Waits until no constraint is compiled, for at most `seconds`; returns whether none is."""
         pools = self._checks, self._compiles
-        await asyncio.gather(*(pool.wait_closed(seconds) for pool in pools))
+        return all(await asyncio.gather(*(pool.wait_closed(seconds) for pool in pools)))
 
 
 class _Memory:

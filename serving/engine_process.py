@@ -148,7 +148,7 @@ class _Process:
                 before_ready=settle_heap,
                 before_death=leader.wait_for_blame,
             )
-            leader.watch_rounds(lambda: worker.busy_since)
+            leader.watch_rounds(lambda: worker.busy_seconds)
             self._hub.describe(worker, self._end_hosts)
             # Not before: the first process waits for the description, and a host may have asked for the end already.
             leader.call_on_stop(partial(self._hub.send, ("stop",), to=0))

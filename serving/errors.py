@@ -1,7 +1,11 @@
 """Outcomes of requests, and the error that ends a request."""
 
 import enum
+import logging
 
+from peagle_jax.bounded_process import UnavailableError
+
+_log = logging.getLogger(__name__)
 _LONGEST = 500
 """Characters of a message: clients accept 8 KiB of trailers, and a message may quote the request."""
 _LONGEST_FIELD = 200
@@ -84,6 +88,14 @@ class PromptTooLong(ServiceError):
             reason="context_length_exceeded",
         )
         self.excess = excess
+
+
+def unavailable(error: UnavailableError) -> ServiceError:
+    """UNAVAILABLE: a request needs a process that is not there."""
+    if error.is_ended:
+        return ServiceError(Code.UNAVAILABLE, "the server shuts down; use another server")
+    _log.error("%s", error)
+    return ServiceError(Code.UNAVAILABLE, str(error), retry_after=1.0)
 
 
 def too_large(field: str, most: int) -> ServiceError:

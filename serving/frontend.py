@@ -39,8 +39,8 @@ from serving.tokenizing import Encoder
 
 _log = logging.getLogger(__name__)
 _FEW_CORES = 2
-_STOP_SECONDS = 30.0  # for the last round of an engine that serves
-_POOL_SECONDS = 10.0  # for texts that are being tokenised when the server stops
+_STOP_SECONDS = 2.0  # for the last round of an engine that serves
+_POOL_SECONDS = 1.0  # for texts that are being tokenised when the server stops
 
 
 class State(enum.Enum):
@@ -107,7 +107,7 @@ class Frontend:
         self._changed = asyncio.Event()
         self.state = State.STARTING
         self.is_stuck = False
-        """Whether the engine's thread still ran when `drain` ended."""
+        """Whether the engine, or a thread that works on a text, still ran when `drain` ended."""
 
     @property
     def load(self) -> Load:
@@ -159,12 +159,12 @@ class Frontend:
     async def watch(self, seconds: float) -> None:
         """Declares the engine dead when one of its rounds takes longer than `seconds`.
 
-        A device that hangs raises nothing: without this, clients would wait forever.
+        A device that hangs raises nothing: without this, clients would wait forever. Time does not count in which the
+        process of the engine was stopped.
         """
         while self.state in (State.STARTING, State.SERVING, State.DRAINING):
             await asyncio.sleep(min(1.0, seconds / 4))
-            since = self._worker.busy_since
-            if since is not None and time.monotonic() - since > seconds:
+            if self._worker.busy_seconds > seconds:
                 late = f"a round has taken more than {seconds:g} s"
                 self._die(Death("TimeoutError", late))
 
@@ -320,10 +320,12 @@ class Frontend:
         self._encoder.close()
         self._constraints.close()
         self.memory.close()
-        self.is_stuck = not await asyncio.to_thread(self._worker.stop, patience)
+        has_stopped = await asyncio.to_thread(self._worker.stop, patience)
         # A thread that outlives the server could still write to its log.
-        await self._encoder.wait_closed(_POOL_SECONDS)
-        await self._constraints.wait_closed(_POOL_SECONDS)
+        are_closed = await asyncio.gather(
+            self._encoder.wait_closed(_POOL_SECONDS), self._constraints.wait_closed(_POOL_SECONDS)
+        )
+        self.is_stuck = not (has_stopped and all(are_closed))
         if self.state is not State.DEAD:
             self._enter(State.STOPPED)
         return not rest

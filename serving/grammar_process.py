@@ -9,18 +9,17 @@ constraint that passes again, which takes the same time.
 """
 
 import json
-import resource
 import sys
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from peagle_jax import ConfigError
+from peagle_jax.bounded_process import answer_all, limit_memory, limit_time
 from peagle_jax.engine.grammar import definition, new_matcher
 from peagle_jax.structured import Structured
 from peagle_jax.text import Tokenizer
@@ -85,35 +84,20 @@ def _check(
     return {"definition": text}
 
 
-def _limit_memory() -> None:
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    except FileNotFoundError:  # not Linux
-        return
-    most = pages * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
-def _limit_time() -> None:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(used.ru_utime + used.ru_stime) + 1 + CPU_SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-
-
 def main() -> None:
     """Reads the vocabulary and constraints from stdin until its end."""
     vocabulary = Vocabulary(**json.loads(sys.stdin.readline()))
     tokenizer = vocabulary.tokenizer()
     threading.stack_size(STACK)
-    _limit_memory()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(MEMORY)
     with ThreadPoolExecutor(1) as small_stack:
-        for line in sys.stdin:
-            _limit_time()
-            given = json.loads(line), vocabulary.special, tokenizer
-            answer = small_stack.submit(_check, *given).result()
-            sys.stdout.write(json.dumps(answer) + "\n")
-            sys.stdout.flush()
+
+        def check(constraint: Mapping[str, str | None]) -> dict[str, str]:
+            limit_time(CPU_SECONDS)
+            given = constraint, vocabulary.special, tokenizer
+            return small_stack.submit(_check, *given).result()
+
+        answer_all(check)
 
 
 if __name__ == "__main__":

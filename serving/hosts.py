@@ -9,13 +9,13 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
 from peagle_jax.model_folders import embedded
+from serving.run_clock import RunClock
 from serving.settings import Settings, engine_config
 from serving.version import VERSION
 
@@ -151,15 +151,16 @@ class Heartbeats:
 
     def __init__(self, seconds: float):
         self.seconds = seconds
-        """After this time without a message a process counts as lost."""
+        """After this time without a message a process counts as lost, as far as this process has run meanwhile."""
+        self._clock = RunClock()
         self._received: dict[int, float] = {}
 
     def record(self, host: int) -> None:
         """Records that a message of this host has arrived."""
-        self._received[host] = time.monotonic()
+        self._received[host] = self._clock.now()
 
     def silent(self) -> int | None:
         """The number of a host whose last message is older than `seconds`; None if no host is silent."""
-        now = time.monotonic()
+        now = self._clock.now()
         last = self._received.copy()  # other threads record
         return next((host for host in last if now - last[host] > self.seconds), None)

@@ -113,7 +113,6 @@ class Hub:
         """The process that holds the open request of a caller and an id."""
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         self._memory: object = None
-        self._busy: float | None = None
         threading.Thread(target=self._run, name="hub", daemon=True).start()
 
     def send(self, message: tuple, to: int | None = None) -> None:
@@ -206,9 +205,8 @@ class Hub:
         """Tells the processes what no round does: a round that takes long, and memory."""
         if self._worker is None:
             return
-        busy = self._worker.busy_since
-        if busy != self._busy and (busy is None or time.monotonic() - busy > _TICK):
-            self._busy = busy
+        busy = self._worker.busy_seconds
+        if busy > _TICK:
             self.send(("busy", busy))
         try:
             memory = dict(self._worker.device_memory)

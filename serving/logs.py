@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import math
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from peagle_jax.engine.stats import Acceptance
-from serving.errors import ServiceError
+from serving.background_stream import BackgroundStream
+from serving.errors import Code, ServiceError, shortened
 
 if TYPE_CHECKING:  # the process of the engine writes a log too, and needs neither
     from serving.frontend import Frontend
@@ -44,10 +46,20 @@ class _Lines(logging.Formatter):
         }
         line |= self._process | getattr(record, "fields", {})
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = self.formatException(record.exc_info)[-_LONGEST_TRACE:]
+        line = {name: _cut(value) for name, value in line.items()}
         return json.dumps(line, ensure_ascii=False)
 
 
+def _cut(value: object) -> object:
+    return shortened(value, _LONGEST_TRACE) if isinstance(value, str) else value
+
+
+_LONGEST, _LONGEST_TRACE = 256, 16 << 10
+"""Characters of what a client sends, and of an exception or any other text."""
+_FIELD = re.compile(r"[A-Za-z_][\w.\[\]-]{0,63}", re.ASCII)
+_QUOTE_CLIENTS = (Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.PERMISSION_DENIED)
+"""Errors whose messages quote the request: keys, words, patterns."""
 _BURST = 20  # lines of one kind
 _WINDOW = 10.0  # seconds
 
@@ -78,11 +90,12 @@ class LimitedHandler(logging.StreamHandler):
             kind.count += 1
             if kind.count > _BURST:
                 return
-        super().emit(record)
+        self._write(record)
 
     def close(self) -> None:
         """Writes the counts of lines left out, and closes."""
         self._close_windows(math.inf)
+        self.flush()
         super().close()
 
     def _close_windows(self, now: float) -> None:
@@ -93,7 +106,14 @@ class LimitedHandler(logging.StreamHandler):
                 break
             del self._kinds[key]
             if kind.count > _BURST:
-                super().emit(kind.summary())
+                self._write(kind.summary())
+
+    def _write(self, record: logging.LogRecord) -> None:
+        """Writes a line without a flush, which would wait for the line to be read."""
+        try:
+            self.stream.write(f"{self.format(record)}\n")
+        except Exception:  # of the arguments of a line
+            self.handleError(record)
 
 
 @dataclass
@@ -123,11 +143,27 @@ def configure(level: str, process: int = 0) -> None:
     Args:
       process: see `_Lines`.
     """
-    handler = LimitedHandler(sys.stderr)
-    handler.setFormatter(_Lines(process))
+    lines = _Lines(process)
+    handler = LimitedHandler(
+        BackgroundStream(sys.stderr, dropped=lambda count: _dropped(lines, count))
+    )
+    handler.setFormatter(lines)
     logging.basicConfig(level="WARNING", handlers=[handler], force=True)
     for name in ("serving", "peagle_jax", "pallas_kernels"):
         logging.getLogger(name).setLevel(level.upper())
+
+
+def _dropped(lines: _Lines, count: int) -> str:
+    message = f"dropped {count} lines, which nobody read in time"
+    record = dict(name=_log.name, levelno=logging.WARNING, levelname="WARNING", msg=message)
+    return lines.format(logging.makeLogRecord(record)) + "\n"
+
+
+def _error_fields(error: ServiceError) -> dict[str, str]:
+    """What the log may say about an error: nothing that quotes the client, but the name of a field."""
+    if error.code not in _QUOTE_CLIENTS:
+        return {"error": error.message}
+    return {"field": error.field} if error.field and _FIELD.fullmatch(error.field) else {}
 
 
 def log_request(stream: "Stream") -> None:
@@ -149,14 +185,15 @@ def log_request(stream: "Stream") -> None:
     if "traceparent" in ask.trace:
         fields["traceparent"] = ask.trace["traceparent"]
     if stream.error is not None:
-        fields["error"] = stream.error.message
+        fields |= _error_fields(stream.error)
     # Never limited (kind None): the log has a line for every accepted request.
     _log.info("request", extra={"fields": fields, "kind": None})
 
 
 def log_refusal(protocol: str, method: str, error: ServiceError) -> None:
     """Logs a refused request."""
-    fields = dict(protocol=protocol, method=method, status=error.code.name, error=error.message)
+    fields = dict(protocol=protocol, method=shortened(method, _LONGEST), status=error.code.name)
+    fields |= _error_fields(error)
     _log.info("request", extra={"fields": fields, "kind": ("refusal", protocol, error.code)})
 
 

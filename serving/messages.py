@@ -211,8 +211,8 @@ class Worker(Protocol):
     description: Description
     load: Load
     """State after the last round. It is replaced as a whole, so any thread may read it."""
-    busy_since: float | None
-    """`time.monotonic()` at which the round in progress began; None between rounds."""
+    busy_seconds: float
+    """Time of the round in progress, in which its process has run; 0 between rounds."""
     batch_sizes_pending: int
     """Batch sizes with a program that is not compiled yet."""
     device_memory: Mapping[int, DeviceMemory]

@@ -47,7 +47,7 @@ class RemoteEngine:
 
     def __init__(self, connection: socket.socket, *, num_servers: int):
         self._channel, self._num_servers = Channel(connection), num_servers
-        self.busy_since: float | None = None
+        self.busy_seconds = 0.0
         self.batch_sizes_pending = 0
         self.device_memory: Mapping[int, DeviceMemory] = {}
         self.end: Callable[[float], bool] = lambda timeout: True
@@ -227,7 +227,7 @@ class RemoteEngine:
     def _handle(self, message: tuple) -> None:
         match message:
             case "round", items, num_tokens, load, pending:
-                self._load, self.busy_since = load, None
+                self._load, self.busy_seconds = load, 0.0
                 if pending is not None:
                     self.batch_sizes_pending = pending
                 self._listener.deliver(unpacked(items), num_tokens)
@@ -239,8 +239,8 @@ class RemoteEngine:
                 self._send(("snapshot", asker, number, self._listener.snapshot()))
             case "abort", name:
                 self._listener.abort(name)
-            case "busy", since:
-                self.busy_since = since
+            case "busy", seconds:
+                self.busy_seconds = seconds
             case "memory", memory:
                 self.device_memory = memory
             case ("ready",):

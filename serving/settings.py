@@ -105,7 +105,7 @@ class Settings(BaseSettings):
     )
     hosts_token_file: Text | None = _option(
         None,
-        "bearer token of the hosts; needed without hosts-tls-ca, unless the coordinator is on loopback",
+        "bearer token of the hosts; needed without hosts-tls-ca. On loopback one is made in the user's cache folder",
         metavar="FILE",
     )
     hosts_tls_cert: Text | None = _option(

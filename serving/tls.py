@@ -58,15 +58,12 @@ class Certificates:
         return self._files.value()
 
     def context(self) -> ssl.SSLContext:
-        """An SSL context for a server of asyncio; each handshake uses the newest files."""
-        listening = self._files.value().context
+        """An SSL context with the newest files, for one connection that was just accepted.
 
-        def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-            """Called at every handshake, also if the client names no host."""
-            connection.context = self._files.value().context
-
-        listening.sni_callback = renew
-        return listening
+        A context owns the keys of its session tickets, so a ticket of older files resumes no session: its client
+        would not show a certificate again, which may be of an authority that was removed.
+        """
+        return self._files.value().context
 
     def read_again(self) -> None:
         """Reads the files now, for the next handshakes."""

@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from peagle_jax import chat_templates
+from peagle_jax.bounded_process import UnavailableError
 from peagle_jax.config import ConfigError
 from peagle_jax.text import Ending, Tokenizer
 from serving.bounded_pool import BoundedPool
-from serving.errors import Code, PromptTooLong, ServiceError, invalid
+from serving.errors import Code, PromptTooLong, ServiceError, invalid, unavailable
 from serving.limits import Limits
 from serving.memory import MemoryReturn
 
@@ -66,7 +68,7 @@ class Encoder:
             num_threads=limits.tokenizer_threads,
             max_waiting=_MAX_WAITING,
         )
-        # Templates run as Python code, so more threads would not be faster.
+        # One process renders templates, so more threads would not be faster.
         self._chats = BoundedPool("chat", "chats", num_threads=1, max_waiting=_MAX_WAITING_CHATS)
 
     async def encode(self, text: str, *, field: str, special: bool = True) -> list[int]:
@@ -147,9 +149,18 @@ class Encoder:
         self._long.close()
         self._chats.close()
 
-    async def wait_closed(self, seconds: float) -> None:
-        """Waits until no thread works on a text, for at most `seconds`."""
-        await asyncio.gather(self._long.wait_closed(seconds), self._chats.wait_closed(seconds))
+    async def wait_closed(self, seconds: float) -> bool:
+        """Waits until no thread works on a text, for at most `seconds`; returns whether none does.
+
+        A chat template that runs is ended after half of them.
+        """
+        pools = self._long, self._chats
+        for _ in range(2):
+            are_closed = await asyncio.gather(*(pool.wait_closed(seconds / 2) for pool in pools))
+            if all(are_closed):
+                return True
+            chat_templates.interrupt()
+        return False
 
     async def _run_long(self, encode: Callable[[], list[int]], size: int) -> list[int]:
         try:
@@ -225,6 +236,8 @@ def _naming(field: str, encode: Callable[[], list[int]]) -> Callable[[], list[in
     def named() -> list[int]:
         try:
             return encode()
+        except UnavailableError as error:
+            raise unavailable(error) from error
         except ConfigError as error:
             raise invalid(field, str(error)) from error
 

@@ -27,6 +27,7 @@ from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.engine.stats import Acceptance, DeviceMemory
+from serving.memory import c_library_trim
 from serving.messages import (
     Death,
     Description,
@@ -39,6 +40,7 @@ from serving.messages import (
     Refused,
     Tokens,
 )
+from serving.run_clock import RunClock
 
 _log = logging.getLogger(__name__)
 _LOG_SECONDS = 5.0
@@ -132,7 +134,14 @@ class EngineWorker:
         self._before = Acceptance()
         self._prefix_before = 0, 0
         self.load = self._measure()
-        self.busy_since: float | None = None
+        self._clock = RunClock()
+        self._busy_since: float | None = None
+
+    @property
+    def busy_seconds(self) -> float:
+        """See `Worker`. Read it every second."""
+        now, since = self._clock.now(), self._busy_since
+        return 0.0 if since is None else now - since
 
     @property
     def batch_sizes_pending(self) -> int:
@@ -213,9 +222,9 @@ class EngineWorker:
             else:
                 # The largest batch serves any number of requests, so clients do not wait for the others.
                 self._engine.warm_up(sizes=self._engine.config.batch_buckets[-1:])
-            self.busy_since = time.monotonic()
+            self._busy_since = self._clock.now()
             runs.first_rounds(self._engine)
-            self.busy_since = None
+            self._busy_since = None
             self._before_ready()
             self._before = self._engine.scheduler.acceptance
             prefixes = self._engine.scheduler.prefixes
@@ -230,7 +239,7 @@ class EngineWorker:
                 _log.error("%s", error)
             else:
                 _log.exception("the engine died")
-            self.busy_since = None
+            self._busy_since = None
             self._post(self._on_death, Death.of(error))
 
     def _warm_up_all(self) -> None:
@@ -262,6 +271,7 @@ class EngineWorker:
                 self._mail.put(_TimeIdle())
         except Exception:
             _log.exception("a program cannot be compiled; rounds use those that are compiled")
+        c_library_trim()  # compiling leaves up to a gigabyte of free memory in pieces
 
     def _load(self, key: Key) -> None:
         """Loads a program that has just come onto disk."""
@@ -285,7 +295,7 @@ class EngineWorker:
                     done.set()
                     return False
         if self._engine.has_work:
-            self.busy_since = begin = time.monotonic()
+            self._busy_since, begin = self._clock.now(), time.monotonic()
             notify = lambda request, tokens: events.append(self._event(request, tokens))
             updates = self._engine.step(notify)
             seconds = time.monotonic() - begin
@@ -295,7 +305,7 @@ class EngineWorker:
             # A call of several rounds has several updates of a request.
             self._num_vacated = len({id(one) for one, _ in updates if one.is_finished})
             self._rounds += 1
-            self.busy_since = None
+            self._busy_since = None
         num_tokens = sum(len(one.tokens) for one in events if isinstance(one, Tokens))
         self._num_tokens += num_tokens
         self.load = self._measure()

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_kernels", "peagle_jax", "convert", "serving", "bench", "tests")
 
 ORDER = [
-    "errors", "child_python", "command_line", "structured", "plotting", "rope_config", "draft_schedule", "exclusions", "config", "sampling_params", "presets", "plan",
+    "errors", "child_python", "bounded_process", "chat_templates", "command_line", "structured", "plotting", "rope_config", "draft_schedule", "exclusions", "config", "sampling_params", "presets", "plan",
     "parallel", "parallel.processes", "parallel.shares", "parallel.partition", "parallel.vocabulary", "quant", "rope_angles", "layers", "weight_order", "quantized_activations", "models.decoder", "models.experts", "models.gemma4", "models",
     "cache", "sampling", "selector", "draft_head", "drafter", "own_drafters", "ngram", "adjust", "prompt_scores", "verify", "step", "rounds", "parallel.replicas", "parallel.stacks", "parallel.mailboxes", "parallel.devices",
     "checkpoint.safetensors", "checkpoint.values", "checkpoint.transforms", "checkpoint.layout",
@@ -64,7 +64,13 @@ AT_HOME = {
     "grpc": ("serving/rpc/", "serving/client/", "tests/", "bench/"),
     "starlette": ("serving/http/", "tests/"),
     "uvicorn": ("serving/http/", "tests/"),
-    "transformers": ("peagle_jax/text.py", "convert/", "bench/", "tests/"),
+    "transformers": (
+        "peagle_jax/text.py",
+        "peagle_jax/chat_templates.py",
+        "convert/",
+        "bench/",
+        "tests/",
+    ),
     "torch": ("tests/golden/",),
     "gguf": ("peagle_jax/checkpoint/gguf_file.py", "tests/"),
 }
@@ -73,6 +79,7 @@ AT_HOME = {
 INTERNALS_OF_JAX = ("jax._src", "jaxlib", "jax.experimental.mosaic")
 MAY_USE_INTERNALS = {
     "pallas_kernels/mlir_compat.py": "MLIR operations and Mosaic's arrays, for the kernels",
+    "peagle_jax/engine/stored_programs.py": "the place of jax's own compilation cache",
     "peagle_jax/training/flash.py": "cuDNN attention that returns its log-sum-exp",
     "tests/eager.py": "the operation that makes a jax array of one of numpy's",
     "tests/kernels/block_scaled.py": "block-scaled products, which Mosaic's interpreter lacks",

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import compilation_cache as library
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -52,7 +53,7 @@ first."""
 
 _FORMAT = b"peagle-jax program 1\n"
 _UNFINISHED_SECONDS = 3600  # an older file of an interrupted write is removed
-_SUFFIX = ".program"
+_SUFFIX, _LIBRARY_SUFFIX = ".program", ".jax"
 
 _HOST_FIELDS = (
     *("max_waiting", "prefill_calls", "prefix_caching", "adaptive", "draft_schedule"),
@@ -98,11 +99,37 @@ def kept_in() -> Path | None:
 
 
 def use_library_cache(folder: Path) -> None:
-    """Keeps what jax itself compiles in this folder: small programs, which no engine asks for by
-    name."""
+    """Keeps what jax itself compiles in this folder, by the rules of programs: small ones, which no
+    engine asks for by name."""
+    if _own_folder(folder) is None:
+        return
+    library.get_file_cache = lambda path: (_LibraryCache(Path(path)), path)
+    compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class _LibraryCache:
+    """jax's cache with owners and digests; its own one reads any file, and what another program has written."""
+
+    def __init__(self, folder: Path):
+        self._path = folder
+
+    def get(self, key: str) -> bytes | None:
+        """The entry of a key, if it can be used."""
+        path = self._path / f"{key}{_LIBRARY_SUFFIX}"
+        try:
+            return _read(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            _log.warning("%s is ignored: %s", path, error)
+            return None
+
+    def put(self, key: str, entry: bytes) -> None:
+        """Keeps the entry of a key."""
+        _write(self._path / f"{key}{_LIBRARY_SUFFIX}", entry)
 
 
 class StoredPrograms:
@@ -192,7 +219,7 @@ class StoredPrograms:
 
     def _load(self, path: Path, trees: tuple) -> Callable | None:
         try:
-            content = _read(path)
+            content = zlib.decompress(_read(path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, zlib.error) as error:
@@ -281,7 +308,7 @@ def _is_own(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
 
 
 def _read(path: Path) -> bytes:
-    """The serialised executable of a file.
+    """The content of a file, without its head.
 
     Raises:
       OSError: it cannot be read.
@@ -295,7 +322,7 @@ def _read(path: Path) -> bytes:
     digest, body = content[len(_FORMAT) : len(_FORMAT) + 32], content[len(_FORMAT) + 32 :]
     if not content.startswith(_FORMAT) or digest != _digest(path, body):
         raise ValueError("it is damaged")
-    return zlib.decompress(body)
+    return body
 
 
 def _digest(path: Path, body: bytes) -> bytes:
@@ -312,14 +339,19 @@ def _save(path: Path, program, trees: tuple) -> None:
     if tuple(own) != trees:
         _log.warning("a program cannot be kept on disk: its trees are not those of its operands")
         return
-    body = zlib.compress(content, 1)
+    _write(path, zlib.compress(content, 1))
+    with contextlib.suppress(OSError):
+        make_room(path.parent)
+
+
+def _write(path: Path, body: bytes) -> None:
+    """Writes a file with this content; a failure is a log line."""
     try:
         # With mode 0600: programs are code, which other users must not write.
         number, part = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16], suffix=".part")
         with open(number, "wb") as file:
             file.write(_FORMAT + _digest(path, body) + body)
         os.replace(part, path)
-        make_room(path.parent)
     except OSError as error:
         _log.warning("%s: a program cannot be kept (%s)", path, error.strerror)
 

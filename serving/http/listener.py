@@ -28,7 +28,7 @@ class Listener:
     Args:
       listener: a listening socket in non-blocking mode.
       make_protocol: makes the protocol of a connection.
-      context: None serves without TLS.
+      context: called for each connection; None serves without TLS.
       gate: limits of connections.
       handshake_seconds: limit of the TLS handshake.
     """
@@ -38,7 +38,7 @@ class Listener:
         listener: socket.socket,
         make_protocol: Callable[[Slot], asyncio.Protocol],
         *,
-        context: ssl.SSLContext | None,
+        context: Callable[[], ssl.SSLContext] | None,
         gate: Gate,
         handshake_seconds: float,
     ):
@@ -102,7 +102,7 @@ class Listener:
         opening = self._loop.connect_accepted_socket(
             lambda: self._make_protocol(slot),
             connection,
-            ssl=self._context,
+            ssl=self._context() if with_tls else None,
             ssl_handshake_timeout=self._handshake_seconds if with_tls else None,
             ssl_shutdown_timeout=self._handshake_seconds if with_tls else None,
         )

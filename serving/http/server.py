@@ -22,8 +22,15 @@ _BACKLOG = 4096
 class _Uvicorn(uvicorn.Server):
     """A uvicorn server that accepts connections through `Listener`, and leaves signals to the application."""
 
-    def __init__(self, config: uvicorn.Config, gate: Gate, time_limits: TimeLimits):
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        certificates: Certificates | None,
+        gate: Gate,
+        time_limits: TimeLimits,
+    ):
         super().__init__(config)
+        self._context = None if certificates is None else certificates.context
         self._gate, self._time_limits = gate, time_limits
 
     @contextlib.contextmanager
@@ -36,7 +43,7 @@ class _Uvicorn(uvicorn.Server):
             Listener(
                 one,
                 self._make_protocol,
-                context=self.config.ssl,
+                context=self._context,
                 gate=self._gate,
                 handshake_seconds=self._time_limits.head,
             )
@@ -103,10 +110,8 @@ class HttpServer:
             timeout_keep_alive=idle_seconds,
         )
         self._config.load()
-        if certificates is not None:
-            self._config.ssl = certificates.context()
         gate = gate or Gate(most=2048, most_per_address=1024)
-        self._server = _Uvicorn(self._config, gate, time_limits or TimeLimits())
+        self._server = _Uvicorn(self._config, certificates, gate, time_limits or TimeLimits())
         self._task: asyncio.Task | None = None
 
     async def start(self, host: str, port: int, *, shares_port: bool = False) -> int:

@@ -61,8 +61,12 @@ class TemplateText:
         self._pending.append(letter)
         try:
             events = self._parser.feed(letter)
+        except TimeoutError:  # the rest of the reply is text, or each letter would take as long
+            self._parser = _NoParser()
+            return self._as_text()
         except Exception:  # templates name parsers that raise errors of many kinds
-            self._parser = self._new_parser("")
+            if not isinstance(self._parser, _NoParser):
+                self._parser = self._new_parser("")
             return self._as_text()
         return self._take(events) if events else ReplyPart()
 
@@ -97,6 +101,16 @@ class TemplateText:
         self._pending = []
         self._spacing.region()
         return ReplyPart(calls=calls)
+
+
+class _NoParser:
+    """Parses nothing: all is text."""
+
+    def feed(self, text: str = "") -> list[dict]:
+        """Fails."""
+        raise ValueError
+
+    finalize = feed
 
 
 def _calls(value: object, tools: Tools | None) -> tuple[ToolCall, ...]:

@@ -65,7 +65,7 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
         self._numbering = threading.Lock()
         self._on_stop: Callable[[], None] | None = None
         self._has_stop_signal = False
-        self._busy_since: Callable[[], float | None] = lambda: None
+        self._busy_seconds: Callable[[], float] = lambda: 0.0
         pool = ThreadPoolExecutor(num_hosts + _ATTEMPTS, thread_name_prefix="follower")
         self._server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
         hosts_v1_pb2_grpc.add_HostsServicer_to_server(self, self._server)
@@ -121,13 +121,13 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
             self._num_calls += 1
             self._order(pb.Order(call=to_message(call, self._num_calls)))
 
-    def watch_rounds(self, busy_since: Callable[[], float | None]) -> None:
+    def watch_rounds(self, busy_seconds: Callable[[], float]) -> None:
         """Ends all processes if a round takes too long.
 
         Args:
-          busy_since: `time.monotonic()` at which the round in progress began; None between rounds.
+          busy_seconds: see `messages.Worker`.
         """
-        self._busy_since = busy_since
+        self._busy_seconds = busy_seconds
 
     def call_on_stop(self, stop: Callable[[], None]) -> None:
         """Calls `stop` when a follower receives a signal to stop, or at once if one has received it already."""
@@ -238,8 +238,7 @@ class Leader(hosts_v1_pb2_grpc.HostsServicer):
             if (host := self._heartbeats.silent()) is not None:
                 text = f"host {host} has been silent for {self._heartbeats.seconds:g} s"
                 self.end(HUNG, text, HUNG)
-            since = self._busy_since()
-            if since is not None and time.monotonic() - since > self._heartbeats.seconds:
+            if self._busy_seconds() > self._heartbeats.seconds:
                 counts = ", ".join(f"host {h}: {s.num_calls}" for h, s in self._streams.items())
                 text = f"no result within {self._heartbeats.seconds:g} s of call {self._num_calls}"
                 self.end(HUNG, f"{text} (calls dispatched by {counts})", HUNG)

@@ -2,13 +2,15 @@
 
 import contextlib
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from peagle_jax import ConfigError, Engine
 from peagle_jax.parallel import processes
-from serving.bearer_tokens import TokenFile
+from serving.bearer_tokens import TokenFile, own_token
 from serving.hosts import FAILED, REFUSED, Fate, identity
 from serving.option_types import address
 from serving.rpc.credentials import channel_credentials, server_credentials
@@ -111,7 +113,12 @@ def _connect(settings: Settings, jax_address: str, fate: Fate) -> tuple[str, int
 
 
 def _tokens(settings: Settings) -> tuple[bytes, ...]:
-    return tuple(TokenFile(settings.hosts_token_file)) if settings.hosts_token_file else ()
+    if settings.hosts_token_file:
+        return tuple(TokenFile(settings.hosts_token_file))
+    if settings.hosts_tls_cert and settings.hosts_tls_ca:
+        return ()  # certificates of both sides
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "peagle-jax"
+    return own_token(folder / "hosts-token")
 
 
 def _free_port(host: str) -> int:

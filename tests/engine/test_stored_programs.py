@@ -3,12 +3,16 @@
 import json
 import logging
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import threading
+import zlib
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +25,7 @@ from peagle_jax.engine import stored_programs
 from peagle_jax.engine.stored_programs import StoredPrograms, keep_in, make_room
 from peagle_jax.verify import verify, verify_blocks
 from tests import conftest, tiny
+from tests.waiting import LIMIT
 
 CONFIG = EngineConfig(
     num_draft=2, max_num_seqs=1, max_model_len=64, page_size=4, greedy_rounds=False
@@ -218,6 +223,79 @@ def test_what_the_runtime_cannot_load_is_compiled_anew(folder, monkeypatch, capl
     check(double(stored()))
     assert double.num_lowered == 2
     assert "compiled anew: JaxRuntimeError: no such symbol" in caplog.text
+
+
+def test_an_executable_of_another_version_is_compiled_anew(folder, caplog):
+    """Under the right name and with the right digest, as one whose metadata are stale."""
+    double = Doubler()
+    double(stored())
+    (path,) = folder.iterdir()
+    content = zlib.decompress(stored_programs._read(path))
+    for other in (content[: len(content) // 2], b"", pickle.dumps("of another version")):
+        stored_programs._write(path, zlib.compress(other))
+        caplog.clear()
+        check(double(stored()))
+        assert "is compiled anew" in caplog.text
+
+
+@pytest.mark.parametrize("change", ["device_kind", "platform_version"])
+def test_another_device_or_runtime_has_other_files(folder, change):
+    names = dict(id=0, platform="cpu", device_kind="cpu", platform_version="jaxlib 1")
+
+    def path(names: dict) -> Path:
+        client = SimpleNamespace(platform_version=names["platform_version"])
+        device = SimpleNamespace(**names, client=client)
+        kept = StoredPrograms(jax.tree.structure(1), CONFIG, [device], {"accept": verify})
+        return path_of(kept)
+
+    assert path(names) == path(dict(names)) != path(names | {change: "another"})
+
+
+LIBRARY = """
+import json, sys
+from pathlib import Path
+import jax, numpy as np
+from peagle_jax.engine import stored_programs
+stored_programs.use_library_cache(Path(sys.argv[1]))
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None)
+f, g = jax.jit(lambda x: x * 2), jax.jit(lambda x, y: (x + y, x - y))
+x = np.array([1.0, 2.0, 3.0], np.float32)
+found = [f(x).tolist(), [one.tolist() for one in g(x, x)]]
+print(json.dumps([len(hits), *found]))
+"""
+
+
+def test_what_jax_keeps_itself_has_the_same_rules(tmp_path):
+    """Entries that were exchanged, or that others can write, compile anew; so does all in a folder of others."""
+
+    def run(folder) -> tuple[int, str]:
+        made = subprocess.run(
+            [sys.executable, "-c", LIBRARY, str(folder)],
+            capture_output=True, text=True, check=True, timeout=LIMIT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": ""},
+        )  # fmt: skip
+        hits, *found = json.loads(made.stdout)
+        assert found == [[2.0, 4.0, 6.0], [[2.0, 4.0, 6.0], [0.0, 0.0, 0.0]]]
+        return hits, made.stderr
+
+    folder = tmp_path / "cache"
+    assert run(folder)[0] == 0
+    entries = sorted(folder.glob("*.jax"))
+    hits, _ = run(folder)
+    assert hits == len(entries) >= 2
+    first, second = entries[:2]
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    hits, log = run(folder)
+    assert hits == len(entries) - 2
+    assert log.count("is ignored: it is damaged") == 2
+    first.chmod(0o666)
+    hits, log = run(folder)
+    assert (hits, log.count("another user owns it or can write to it")) == (len(entries) - 1, 1)
+    folder.chmod(0o777)
+    assert run(folder)[0] == 0
 
 
 def test_what_the_runtime_cannot_serialise_is_used_and_not_kept(folder, monkeypatch, caplog):

@@ -24,11 +24,12 @@ class Processes:
     Attributes:
       main, engine: process ids.
       further: those of the processes that serve clients beside the first one.
+      renderer: that of the process that renders chats of the first one; 0 if there is none.
     """
 
     def __init__(self, server: Served):
         self.main = server.process.pid
-        self.engine, self.further = 0, []
+        self.engine, self.further, self.renderer = 0, [], 0
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 if _parent(int(folder.name)) == self.main:
@@ -37,6 +38,8 @@ class Processes:
                         self.engine = int(folder.name)
                     elif "serving.api_process" in command:
                         self.further.append(int(folder.name))
+                    elif "chat_templates" in command:
+                        self.renderer = int(folder.name)
         assert self.engine, "the server has no process of the engine"
 
     @property
@@ -63,7 +66,8 @@ def stopped(pid: int):
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
+            os.kill(pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -325,7 +326,7 @@ def test_a_process_that_cannot_be_started_is_an_error_and_the_next_one_is_tried(
 
     async def work(made):
         with monkeypatch.context() as patch:
-            patch.setattr(grammar_checker.subprocess, "Popen", refuse)
+            patch.setattr(subprocess, "Popen", refuse)
             with pytest.raises(ServiceError, match="cannot be started") as caught:
                 await made.compile(Structured.json_object(), field="structured")
         assert caught.value.code is Code.UNAVAILABLE
@@ -346,9 +347,9 @@ def test_a_process_that_is_killed_from_outside_is_not_the_constraints_fault(
 
     send = grammar_checker.Process._send
 
-    def send_to_killed(process, content, deadline):
+    def send_to_killed(process, line, deadline):
         kill(process)
-        send(process, content, deadline)
+        send(process, line, deadline)
 
     async def work(made):
         await made.compile(Structured.regex("a"), field="structured")

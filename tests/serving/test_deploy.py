@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from serving import app, frontend
+from serving import app
 from serving.client.options import parser as client_parser
 from serving.settings import Settings
 from serving.sources import resolve
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-AFTER_DRAIN = frontend._STOP_SECONDS + frontend._POOL_SECONDS + app._GRACE
+AFTER_DRAIN = app.END_SECONDS
 KNOWN = {
     "ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL", "ONBUILD",
     "RUN", "SHELL", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR",

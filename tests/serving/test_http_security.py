@@ -1,5 +1,6 @@
 """Who may use the HTTP port: bearer tokens, certificates of both sides, and the port itself."""
 
+import contextlib
 import os
 import socket
 import ssl
@@ -44,7 +45,8 @@ def pki(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pki")
     ca = authority(folder, "ca")
     made = {name: signed(folder, name, ca) for name in ("server", "second", "client")}
-    return made | dict(ca=ca)
+    other = authority(folder, "other")
+    return made | dict(ca=ca, other=other, stranger=signed(folder, "stranger", other))
 
 
 def peer_certificate(address: str, ca: str) -> bytes:
@@ -88,6 +90,40 @@ def test_client_certificates_are_required_where_configured(make_engine, pki):
     trusted.load_cert_chain(pki["client"].cert, pki["client"].key)
     with httpx.Client(base_url=f"https://{server.http_address}", verify=trusted) as https:
         assert https.get("/health").status_code == 200
+    server.close()
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_no_session_outlives_the_authority_of_its_client(make_engine, pki, tmp_path, version):
+    authorities = tmp_path / "ca"
+    authorities.write_bytes(pki["ca"].bytes()[0])
+    certificates = Certificates(pki["server"].cert, pki["server"].key, str(authorities))
+    server = LiveServer(make_engine(), http=True, certificates=certificates)
+    contexts = {}
+    for client in ("client", "stranger"):
+        contexts[client] = ssl.create_default_context(cafile=pki["ca"].cert)
+        contexts[client].load_cert_chain(pki[client].cert, pki[client].key)
+        contexts[client].maximum_version = version
+    host, _, port = server.http_address.partition(":")
+
+    def visit(client: str, session=None) -> tuple[bool, ssl.SSLSession] | None:
+        """Whether the session was resumed, and the next one; None if the server hangs up."""
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, int(port)), LIMIT) as plain,
+            contexts[client].wrap_socket(plain, server_hostname=host, session=session) as secure,
+        ):
+            secure.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            return (secure.session_reused, secure.session) if secure.recv(15) else None
+        return None
+
+    _, session = visit("client")
+    resumed, session = visit("client", session)
+    assert resumed
+    assert visit("stranger") is None
+    authorities.write_bytes(pki["other"].bytes()[0])
+    assert visit("client", session) is None
+    assert visit("stranger") is not None
     server.close()
 
 

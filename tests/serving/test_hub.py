@@ -1,7 +1,10 @@
 """The sockets between the processes of a server: whole messages, and a reader that stalls delays no other."""
 
+import itertools
 import random
 import socket
+import subprocess
+import sys
 import threading
 from dataclasses import fields
 from types import SimpleNamespace
@@ -15,6 +18,7 @@ from serving import hub
 from serving.frames import Channel, Inbox, encode, packed, packed_load, unpacked, unpacked_load
 from serving.hub import Hub
 from serving.messages import Ended, Job, Load, Refused, Tokens
+from serving.run_clock import RunClock
 from tests.waiting import LIMIT, eventually
 
 ENDED = Ended("stop", 7, None, False, 9, 3, 4, 8, 12, 5, [3, 2], [4, 4, 4], 1.0, 2.0, 3.0)
@@ -33,7 +37,7 @@ class Worker:
     def __init__(self):
         parts = dict(config=None, target_config=None, drafter_config=None, tokenizer=None)
         self.description, self.load = SimpleNamespace(**parts), Load()
-        self.batch_sizes_pending, self.busy_since, self.device_memory = 0, None, {}
+        self.batch_sizes_pending, self.busy_seconds, self.device_memory = 0, 0.0, {}
         self.submitted, self.aborted = [], []
 
     def start(self, listener, call) -> None:
@@ -142,3 +146,32 @@ def test_a_refused_job_leaves_no_matcher(connected):
     first.send(("submit", jobs, ("caller", "id")))
     assert first.receive()[0] == "round"
     assert connected.hub._peers[0].matchers == {}
+
+
+def test_time_in_which_a_process_does_not_run_does_not_count():
+    times = iter([0.0, 1.0, 2.0, 3602.0, 3603.0])
+    clock = RunClock(lambda: next(times))
+    assert [clock.now() for _ in range(4)] == [1.0, 2.0, 3.5, 4.5]
+
+
+def test_a_round_that_takes_long_is_told_again_and_again(connected):
+    first = connected.ends[0]
+    connected.worker.busy_seconds = 7.0
+    messages = iter(first.receive, None)
+    assert ("busy", 7.0) in itertools.islice(messages, 3)
+    connected.worker.busy_seconds = 8.0
+    assert ("busy", 8.0) in itertools.islice(messages, 3)
+
+
+def test_a_hub_that_fails_ends_its_process_with_a_line_and_code_1():
+    """Nobody would read submits and aborts any more, and clients would wait for ever."""
+    code = (
+        "import socket, threading; from serving.hub import Hub; from serving.logs import configure;"
+        "configure('info'); ours, theirs = socket.socketpair(); hub = Hub([ours], on_lost=print);"
+        "hub._handle = None; theirs.send(bytes(8) + b'no frame'); threading.Event().wait()"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert made.returncode == 1
+    assert "the engine's process cannot go on" in made.stderr

@@ -3,12 +3,15 @@
 import io
 import json
 import logging
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from serving import logs
+from serving.background_stream import BackgroundStream
 from serving.errors import Code, ServiceError
+from serving.request_ids import trace_headers
 
 
 @pytest.fixture
@@ -71,8 +74,58 @@ def test_the_server_logs_through_that_handler(capsys):
         logs.configure("info")
         for _ in range(100):
             logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+        root.handlers[0].stream.flush()
     finally:
         root.handlers[:], root.level = before, level
         for name, one in levels.items():
             logging.getLogger(name).setLevel(one)
     assert capsys.readouterr().err.count("Invalid HTTP request") == 20
+
+
+def test_a_reader_that_stops_delays_nobody_and_lines_that_it_missed_are_counted():
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream:
+        output = BackgroundStream(
+            stream, dropped=lambda count: f"dropped {count}\n", most_chars=10_000
+        )
+        for number in range(3000):  # the pipe has room for 64 KiB
+            output.write(f"{number:>99}\n")
+        read = bytearray()
+        while b"dropped" not in read or not read.endswith(b"again\n"):
+            read += os.read(reader, 1 << 16)
+            output.write("again\n")
+        lines = [line for line in read.decode().splitlines() if line != "again"]
+        dropped = [int(line.split()[1]) for line in lines if line.startswith("dropped")]
+        written = [int(line) for line in lines if not line.startswith("dropped")]
+        assert written == list(range(len(written)))
+        assert sum(dropped) >= 3000 - len(written) > 0
+        os.close(reader)
+        for _ in range(3):  # nobody can read any more
+            output.write("to nobody\n")
+        output.flush()
+
+
+REFUSED = [
+    (Code.INVALID_ARGUMENT, "bad_words[0]", {"field": "bad_words[0]"}),
+    (Code.INVALID_ARGUMENT, "my secret key", {}),
+    (Code.NOT_FOUND, None, {}),
+]
+
+
+@pytest.mark.parametrize(("code", "field", "expected"), REFUSED)
+def test_a_refusal_is_cut_and_quotes_nothing(written, code, field, expected):
+    error = ServiceError(code, "the word 'secret' is refused", field=field)
+    logs.log_refusal("http", "/" + "a" * 60_000, error)
+    (line,) = written.lines()
+    assert "secret" not in json.dumps(line | {"field": ""})
+    assert len(line["method"]) == 256
+    assert {name: line[name] for name in ("field",) if name in line} == expected
+
+
+def test_a_trace_of_another_form_is_not_taken():
+    good = f"00-{'a' * 32}-{'b' * 16}-01"
+    assert trace_headers([("traceparent", good), ("tracestate", "vendor=1")]).keys() == {
+        "traceparent",
+        "tracestate",
+    }
+    assert trace_headers([("traceparent", good * 1000), ("tracestate", "a" * 60_000)]) == {}

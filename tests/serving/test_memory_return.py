@@ -10,7 +10,7 @@ import grpc
 import httpx
 import pytest
 
-from serving import memory
+from serving import memory, worker
 from serving.memory import LARGE, MemoryReturn
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -100,3 +100,14 @@ def test_the_memory_of_long_texts_is_given_back():
     assert done.returncode == 0, done.stderr
     before, kept, after = map(int, done.stdout.split())
     assert after - before <= 200, (before, kept, after)
+
+
+def test_the_engine_returns_what_compiling_has_left(make_engine, monkeypatch):
+    trimmed = threading.Event()
+    monkeypatch.setattr(worker, "c_library_trim", trimmed.set)
+    server = LiveServer(make_engine())
+    try:
+        assert trimmed.wait(LIMIT)
+        assert server.frontend.batch_sizes_pending == 0
+    finally:
+        server.close()

@@ -1,13 +1,16 @@
 """The server as several processes: the same texts, one end for all of them, and limits that hold over all."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import httpx
@@ -16,6 +19,7 @@ import pytest
 
 from bench.served import Served
 from peagle_jax import EngineConfig, SamplingParams, load
+from serving.app import END_SECONDS
 from serving.protos import peagle_v1_pb2 as pb
 from tests.cli import conftest
 from tests.serving.processes import Processes, connections, stopped
@@ -40,11 +44,11 @@ def start(folders, environment, tmp_path_factory):
     """Starts a server of the tiny model; options are added."""
     servers: list[Served] = []
 
-    def start(*options: str) -> Served:
+    def start(*options: str, prefix: tuple[str, ...] = ()) -> Served:
         model = [item for item in folders.options() if item != "--no-cache"]
         log = tmp_path_factory.mktemp("logs") / "log"
         arguments = [*model, *SIZES, "--http-port", "0", *options]
-        servers.append(Served(arguments, log=log, environment=environment))
+        servers.append(Served(arguments, log=log, environment=environment, prefix=prefix))
         servers[-1].wait(LIMIT)
         return servers[-1]
 
@@ -185,6 +189,61 @@ def test_a_process_that_stops_delays_no_other_and_does_not_count_as_dead(two):
             pass
         assert end_of(call)[0] is Status.OK
     assert found.all == Processes(two).all
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["engine", "main"])
+def test_a_stop_longer_than_a_round_may_take_ends_no_request(start, which):
+    server = start("--round-seconds", "4", "--drain-seconds", "1")
+    with connections(server.address, 1) as (stub,):
+        call = begun(stream(stub))
+        with stopped(getattr(Processes(server), which)):
+            until = time.monotonic() + 6.0
+            eventually(lambda: time.monotonic() > until, "the process was stopped for longer")
+        assert end_of(call) == (Status.OK, "", 199)
+        assert end_of(stream(stub))[0] is Status.OK
+    assert server.stop(LIMIT) == 0
+
+
+@pytest.mark.sampled(1, slow=1)
+@pytest.mark.parametrize("victim", ["engine", "further"])
+def test_a_process_that_never_reads_the_order_to_end_delays_the_end_by_seconds(start, victim):
+    server = start("--api-processes", "2", "--drain-seconds", "0.5")
+    found = Processes(server)
+    with stopped(found.engine if victim == "engine" else found.further[0]):
+        begun_at = time.monotonic()
+        assert server.stop(LIMIT) == 0
+        assert time.monotonic() - begun_at < 0.5 + END_SECONDS + 1.0
+        found.wait_until_gone()
+
+
+def _may_unshare() -> bool:
+    with contextlib.suppress(OSError):
+        return (
+            subprocess.run(["unshare", "-pf", "true"], capture_output=True, check=False).returncode
+            == 0
+        )
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _may_unshare(), reason="needs a pid namespace of its own")
+@pytest.mark.parametrize("end", ["drain", "loss"])
+def test_process_1_of_a_container_drains_and_sees_the_end_of_a_child(start, end):
+    """Process 1 gets no signal that it does not handle, and inherits the orphans of all others."""
+    server = start("--drain-seconds", "30", prefix=("unshare", "-pf", "--kill-child"))
+    pid = server.process.pid
+    first = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+    with connections(server.address, 1) as (stub,):
+        call = begun(stream(stub))
+        found = Processes(SimpleNamespace(process=SimpleNamespace(pid=first)))
+        if end == "drain":
+            os.kill(first, signal.SIGTERM)
+        else:
+            os.kill(found.engine, signal.SIGKILL)
+        assert end_of(call)[0] is (Status.OK if end == "drain" else Status.INTERNAL)
+    assert server.process.wait(LIMIT) == (0 if end == "drain" else 1)
+    found.wait_until_gone()
 
 
 def log_of(server: Served) -> list[dict]:

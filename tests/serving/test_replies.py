@@ -382,6 +382,18 @@ def test_a_tokenizers_own_template_wins(tmp_path):
         Replies(broken).parsers(Reply([1], True))
 
 
+def test_a_pattern_of_a_template_that_takes_for_ever_makes_the_reply_text(tmp_path):
+    field = {"open_pattern": "(?:a|aa|aaa)+b", "close": "]]"}
+    template = {"start_anchor": "|", "fields": {"reasoning_content": field, "content": {}}}
+    own = make_tokenizer(tmp_path, QWEN, response_template=template)
+    new_parser = Replies(own).parsers(Reply(own.encode("x|"), (), True))
+    for reply in ("a" * 3000 + "c", "aab" + "Hm]]Hi"):
+        parser = new_parser()
+        parts = [parser.add([token]) for token in own.encode(reply)]
+        parsed = ReplyPart.joined([*parts, parser.finish()])
+        assert parsed == (ReplyPart(reply) if len(reply) > 100 else ReplyPart("Hi", "Hm"))
+
+
 def test_the_option_has_the_name_of_every_format():
     choices = get_args(Settings.model_fields["reply_format"].annotation)
     assert sorted(choices) == sorted(("auto", *NAMES))

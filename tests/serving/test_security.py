@@ -1,12 +1,12 @@
 """Access: TLS, certificates of clients, bearer tokens, and which answers need them."""
 
-import asyncio
 import logging
 import os
 import shutil
 import socket
 import ssl
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -155,51 +155,6 @@ def test_new_certificates_are_used_without_a_restart(secure, pki, files, caplog)
         assert subject(secure, pki) == "server"
     with channel(secure, pki) as new:
         generate(new)
-
-
-def test_http_uses_new_certificates_too(pki, tmp_path):
-    """The context of HTTP: certificates of clients are demanded, and rotation reaches it."""
-    cert, key, ca = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem"))
-    put(pki["server"].cert, cert), put(pki["server"].key, key), put(pki["ca"].cert, ca)
-    context = Certificates(str(cert), str(key), str(ca)).context()
-
-    async def answer(reader, writer):
-        writer.write(await reader.read(1))
-        await writer.drain()
-        writer.close()
-
-    def shown(client: str | None) -> str | None:
-        """Whose certificate the server shows; None if it hangs up on ours."""
-        ours = ssl.create_default_context(cafile=pki["ca"].cert)
-        if client:
-            ours.load_cert_chain(pki[client].cert, pki[client].key)
-        with (
-            socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as plain,
-            ours.wrap_socket(plain, server_hostname="localhost") as wrapped,
-        ):
-            names = dict(pair[0] for pair in wrapped.getpeercert()["subject"])
-            try:
-                wrapped.sendall(b"x")
-                return names["commonName"] if wrapped.recv(1) else None
-            except OSError:
-                return None
-
-    async def run():
-        nonlocal port
-        server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
-        port = server.sockets[0].getsockname()[1]
-        assert await asyncio.to_thread(shown, "client") == "server"
-        assert await asyncio.to_thread(shown, "stranger") is None
-        assert await asyncio.to_thread(shown, None) is None
-        put(pki["second"].cert, cert), put(pki["second"].key, key)
-        assert await asyncio.to_thread(shown, "client") == "second"
-        put(pki["other"].cert, ca)
-        assert await asyncio.to_thread(shown, "client") is None
-        assert await asyncio.to_thread(shown, "stranger") == "second"
-        server.close()
-
-    port = 0
-    asyncio.run(run())
 
 
 def every_call(over: grpc.Channel, metadata) -> dict[str, grpc.StatusCode]:
@@ -398,3 +353,16 @@ def test_invalid_token_files_are_refused_at_the_start(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="cannot read the bearer tokens"):
         TokenFile(tmp_path / "binary")
+
+
+def test_the_token_of_the_hosts_of_one_machine_is_made_once_and_for_one_user(tmp_path):
+    path = tmp_path / "cache" / "hosts-token"
+    with ThreadPoolExecutor(4) as pool:
+        tokens = set(pool.map(lambda _: bearer_tokens.own_token(path), range(8)))
+    assert len(tokens) == 1
+    assert len(next(iter(tokens))[0]) == 64
+    assert [one.name for one in path.parent.iterdir()] == ["hosts-token"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="only this user can read"):
+        bearer_tokens.own_token(path)

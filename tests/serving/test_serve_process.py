@@ -1,8 +1,13 @@
 """`peagle-serve` as a process: readiness, shutdown and exit codes."""
 
+import contextlib
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import grpc
@@ -10,15 +15,18 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.served import Served
+from serving.app import END_SECONDS
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests.cli import conftest
+from tests.serving.processes import Processes, is_running
 from tests.waiting import LIMIT, eventually
 
-folders = conftest.folders
+folders, broken = conftest.folders, conftest.broken
 Status = grpc.StatusCode
 STATUSES = health_pb2.HealthCheckResponse
 LONG = pb.Stopping(max_tokens=150, ignore_eos=True)
+SHORT = pb.Stopping(max_tokens=3, ignore_eos=True)
 NUM_STREAMS = 24  # on four slots: most of them wait when the signal comes
 
 
@@ -148,6 +156,85 @@ def test_a_second_signal_ends_the_drain(serve, second, code):
     assert Status.UNAVAILABLE in codes
     assert server.process.wait(60) == code
     assert "Traceback" not in server.text()
+
+
+def test_a_hostile_chat_template_delays_neither_health_nor_the_end(serve, broken):
+    (broken.target / "chat_template.jinja").write_text("{{ 9 ** (9 ** 9) }}")
+    server = serve("--model", str(broken.target), "--drain-seconds", "0.5")
+    with grpc.insecure_channel(server.wait()) as channel:
+        talk = pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])
+        call = peagle_v1_pb2_grpc.GenerationStub(channel).GenerateOnce.future(
+            pb.GenerateRequest(chat=talk)
+        )
+        eventually(lambda: Processes(server).renderer, "the chat is rendered")
+        found = Processes(server)
+        health = health_pb2_grpc.HealthStub(channel)
+        assert health.Check(health_pb2.HealthCheckRequest()).status == STATUSES.SERVING
+        begun = time.monotonic()
+        server.process.terminate()
+        assert call.code() in (Status.UNAVAILABLE, Status.INVALID_ARGUMENT)
+        server.process.wait(LIMIT)
+        assert time.monotonic() - begun < 0.5 + END_SECONDS + 1.0
+    found.wait_until_gone()
+    eventually(lambda: not is_running(found.renderer))
+
+
+@pytest.mark.sampled(1, slow=1)
+@pytest.mark.parametrize("output", ["full", "closed"])
+def test_a_server_needs_nobody_who_reads_its_output(folders, environment, output):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    arguments = [
+        *folders.options(),
+        "--max-model-len",
+        "64",
+        "--port",
+        str(port),
+        "--http-port",
+        "-1",
+    ]
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh"] if output == "closed" else []
+    command = [*closed, sys.executable, "-m", "serving", *arguments, "--drain-seconds", "1"]
+    process = subprocess.Popen(command, env=environment, stdout=writer, stderr=writer)
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5]), stopping=SHORT)
+            stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+
+            def serves() -> bool:
+                assert process.poll() is None
+                with contextlib.suppress(grpc.RpcError):
+                    return bool(
+                        stub.GenerateOnce(request, wait_for_ready=True).usage.completion_tokens
+                    )
+                return False
+
+            eventually(serves, "the server serves")
+        process.terminate()
+        assert process.wait(LIMIT) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_process_that_hangs_ends_in_time_with_its_children():
+    code = (
+        "import threading; from serving.children import Children; children = Children();"
+        "children.end_within(0.5); print(children._engine_process.pid, flush=True); threading.Event().wait()"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert (made.returncode, "did not end by itself" in made.stderr) == (1, True)
+    assert not is_running(int(made.stdout))
 
 
 @pytest.mark.slow

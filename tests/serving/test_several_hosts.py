@@ -17,8 +17,9 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.checkpoint import load_head, load_target, save_head, save_target
 from peagle_jax.config import ConfigError
 from peagle_jax.parallel.devices import Devices
+from serving.protos import hosts_v1_pb2 as hosts
+from serving.protos import hosts_v1_pb2_grpc, peagle_v1_pb2_grpc
 from serving.protos import peagle_v1_pb2 as pb
-from serving.protos import peagle_v1_pb2_grpc
 from serving.settings import Settings
 from tests import tiny
 from tests.programs import one_bucket
@@ -48,6 +49,7 @@ def start(model, tmp_path):
 
     def process(name: str, *options: str) -> Served:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PEAGLE_")}
+        environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
         environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
         started.append(Served(options, log=tmp_path / name, environment=environment))
         return started[-1]
@@ -198,6 +200,11 @@ def test_drafts_and_preemption_change_nothing_and_a_killed_follower_ends_the_lea
 def test_a_killed_leader_ends_its_follower(start):
     leader, follower = start(2, *PLAIN)
     load = Load(leader)
+    with grpc.insecure_channel(listens_at(leader)) as channel:  # a process of another user
+        stub = hosts_v1_pb2_grpc.HostsStub(channel)
+        with pytest.raises(grpc.RpcError, match="token is not known") as caught:
+            next(stub.Follow(iter([hosts.Report(hello=hosts.Hello(host=1))])))
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     leader.process.kill()
     code, line = ends(follower)
     assert code == 70

@@ -5,12 +5,12 @@ Goldens spell plain bytes as bytes: in these vocabularies (families.py) they are
 
 import json
 import socket
-import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 
+from peagle_jax import chat_templates
 from peagle_jax.config import ConfigError
 from peagle_jax.model_folders import embedded
 from peagle_jax.text import Tokenizer
@@ -75,6 +75,17 @@ GOLDENS = {"qwen": QWEN, "gpt_oss": GPT_OSS, "llama": LLAMA, "gemma": GEMMA}
 
 
 @pytest.fixture(autouse=True)
+def within(monkeypatch):
+    """Renders in this process, where a test can set the date and count what is read."""
+    templates = chat_templates._Templates()
+    through_json = lambda value: json.loads(json.dumps(value))
+    ask = lambda question: through_json(templates.answer(through_json(question)))
+    monkeypatch.setattr(chat_templates, "_renderer", SimpleNamespace(ask=ask))
+    for name in ("limit_time", "limit_memory"):
+        monkeypatch.setattr(chat_templates, name, lambda amount: None)
+
+
+@pytest.fixture(autouse=True)
 def date(monkeypatch):
     """Harmony writes today's date."""
     from transformers.utils import chat_template_utils
@@ -125,24 +136,6 @@ def test_chat_is_what_transformers_does(folders, tokenizers, family, talk):
 def test_templates_take_variables(tokenizers, family, variables, text):
     tokenizer = tokenizers[family]
     assert text in tokenizer.decode(tokenizer.chat([USER], **variables))
-
-
-def test_threads_that_chat_at_once_read_the_template_once(folders, monkeypatch):
-    from transformers import PreTrainedTokenizerFast
-
-    real, calls = PreTrainedTokenizerFast.from_pretrained, []
-
-    def slow(*args, **named):
-        calls.append(args)
-        time.sleep(0.05)
-        return real(*args, **named)
-
-    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", slow)
-    tokenizer = Tokenizer(folders["qwen"])
-    with ThreadPoolExecutor(4) as pool:
-        talks = list(pool.map(tokenizer.chat, [TALK] * 4))
-    assert talks == [QWEN] * 4
-    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(("family", "bos"), [("llama", BOS), ("gemma", 2)])

@@ -1,0 +1,83 @@
+"""Chat templates as programs of strangers: they run in a process of their own, with limits."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from peagle_jax import chat_templates
+from peagle_jax.bounded_process import UnavailableError
+from peagle_jax.config import ConfigError
+from peagle_jax.text import Tokenizer
+from tests.text.families import write
+from tests.waiting import LIMIT, eventually
+
+USER = {"role": "user", "content": "Hi €"}
+POWER = "{{ 9 ** (9 ** 9) }}"
+HOSTILE = {
+    "power": POWER,
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "memory": "{{ 'a' * 9999999999 }}",
+    "width": "{{ 'a'.ljust(9999999999) }}",
+    "format": "{{ '%9999999999d' % 1 }}",
+    "growth": "{% set n = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "text": "{{ 'a' * 20000000 }}",
+    "recursion": "{% macro f(x) %}{{ f(x + 1) }}{% endmacro %}{{ f(0) }}",
+    "nesting": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+    "code": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+}
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """The limit of processor time is as short as it gets: a second of the process."""
+    monkeypatch.setattr(chat_templates, "SECONDS", 0)
+
+
+def tokenizer_with(folder, template: str) -> Tokenizer:
+    write("qwen", folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_an_error_and_the_next_chat_is_answered(tmp_path, name):
+    hostile = tokenizer_with(tmp_path, HOSTILE[name])
+    with pytest.raises(ConfigError, match="the chat template failed") as caught:
+        hostile.chat_text([USER])
+    assert not isinstance(caught.value, UnavailableError)
+    assert tokenizer_with(tmp_path, "{{ messages[0].content }}").chat_text([USER]) == "Hi €"
+
+
+def test_threads_that_chat_at_once_get_their_own_texts(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, "{{ messages[0].content }}{{ mark }}")
+    talks = [f"{i} \ud800" * 30_000 * (i % 2) for i in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        chat = lambda text: tokenizer.chat_text([{"content": text}], mark=[None, 1.5])
+        assert list(pool.map(chat, talks)) == [f"{text}[None, 1.5]" for text in talks]
+
+
+def test_an_interrupted_chat_is_nobodys_fault(tmp_path):
+    hostile = tokenizer_with(tmp_path, POWER)
+    hostile.prepare_chat()
+    errors = []
+
+    def chat():
+        try:
+            hostile.chat_text([USER])
+        except ConfigError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=chat)
+    thread.start()
+    eventually(chat_templates._renderer._lock.locked, "the chat is rendered")
+    chat_templates.interrupt()
+    thread.join(LIMIT)
+    assert isinstance(errors[0], UnavailableError)
+    assert errors[0].is_ended
+
+
+def test_values_that_are_no_json_are_refused(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, "{{ x }}")
+    with pytest.raises(ConfigError, match=r"the chat template failed: .*object.*JSON"):
+        tokenizer.chat_text([USER], x=object())
