@@ -111,7 +111,7 @@ def use_library_cache(folder: Path) -> None:
 
 
 class _LibraryCache:
-    """jax's cache with owners and digests; its own one reads any file, and what another program has written."""
+    """jax's cache with owners and digests; its own one reads whatever has the name of a key."""
 
     def __init__(self, folder: Path):
         self._path = folder
