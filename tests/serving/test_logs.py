@@ -97,7 +97,7 @@ def test_a_reader_that_stops_delays_nobody_and_lines_that_it_missed_are_counted(
         lines = [line for line in read.decode().splitlines() if line != "again"]
         dropped = [int(line.split()[1]) for line in lines if line.startswith("dropped")]
         written = [int(line) for line in lines if not line.startswith("dropped")]
-        assert written == list(range(len(written)))
+        assert written == sorted(set(written))
         assert sum(dropped) >= 3000 - len(written) > 0
         os.close(reader)
         for _ in range(3):  # nobody can read any more
