@@ -243,7 +243,7 @@ def drafter_run(args) -> DrafterRun:
     run = _run_config(args)
     names = (
         "batch rate min_rate dtype attention query_chunk loss_chunk eval_sequences "
-        "num_draft loss sharpen segments repeat_weight anchors max_temperature noise "
+        "num_draft loss sharpen segments repeat_weight anchors max_temperature "
         "long_text long_every hidden text_length"
     )
     by_anchors = not peagle or args.segments > 1 or args.query_chunk

@@ -5,6 +5,7 @@ the other, as one long conversation, with the array `answer` for what is trained
 answer a row, for the evaluation.
 """
 
+import gc
 import hashlib
 import json
 import logging
@@ -110,6 +111,8 @@ def write(folder: Path, options: AnswerOptions, out: Path, *, dtype: str) -> Non
         written = {
             name: _answered(engine, some, options, out / name, bar) for name, some in split.items()
         }
+    del engine
+    gc.collect()  # its caches, which fill the device, before the training
     _save(out / "heldout.npz", [[one] for one in written["heldout"]], options.length)
     rows_of_texts = pack(written["train"], options.length, np.random.default_rng(options.seed))
     _save(out / "train.npz", rows_of_texts, options.length)

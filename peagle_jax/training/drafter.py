@@ -79,10 +79,6 @@ def head_loss(merge, taps, options: DrafterOptions, params, target: Decoder, tex
         order = jax.random.permutation(shuffle, len(text.tokens))
         text = rows_of(text, order)
     run = run_target(target, text, taps)
-    if options.noise:
-        key, some = jax.random.split(key)
-        noise = jax.random.uniform(some, run.taps.shape, run.taps.dtype, -1.0, 1.0)
-        run = run._replace(taps=run.taps + options.noise * noise)
     valid = slot_is_trained(text)
     if head.config.method == "peagle":
         outcome, depth = _parallel_outcome(head, target, run, valid, options, key)

@@ -26,7 +26,7 @@ models lie in OUT/final in the Hugging Face layout, beside train.csv, eval.csv a
 _ZERO_IS_FINE = {
     "temperature",
     "seed", "warmup", "mask_token_id", "num_heldout", "weight_decay", "decay", "repeat_weight",
-    "max_temperature", "noise", "function_copies", "exercises", "cut_every", "penalty", "taps",
+    "max_temperature", "function_copies", "exercises", "cut_every", "penalty", "taps",
     "temperatures",
 }  # fmt: skip
 _SHARES = {"header_share"}
@@ -233,12 +233,6 @@ def _add_law(parser) -> None:
         "--max-temperature",
         type=float,
         help="train on texts sampled at or below it; 0: greedy ones (default: all)",
-    )
-    law.add_argument(
-        "--noise",
-        type=float,
-        default=0.0,
-        help="uniform noise on the target's hidden states, largest absolute value (default none)",
     )
     law.add_argument(
         "--text-length",

@@ -4,7 +4,6 @@ Element (a, d), slot p = a + d, drafts x_{p+2}; its label is the target's output
 p + 1. P-EAGLE trains all sampled elements in one pass; EAGLE-3 unrolls its feedback.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,7 +64,6 @@ class DrafterOptions:
     repeat_weight: float = 1.0  # of anchors in text that occurred before
     anchors: int | None = None  # of each text that are trained; None: all
     max_temperature: float | None = None  # of the texts; None takes all
-    noise: float = 0.0  # largest absolute value of what is added to the taps in training
     text_length: int | None = (
         None  # tokens of the pieces that texts are cut into; None: whole texts
     )
@@ -81,8 +79,6 @@ class DrafterOptions:
             raise ConfigError("--sharpen must be above 0, weights of depths not below it")
         if not 0 <= self.repeat_weight <= 1:
             raise ConfigError("--repeat-weight is a share, between 0 and 1")
-        if not 0 <= self.noise < math.inf:
-            raise ConfigError("--noise must be 0 or a finite number above it")
         if self.weights == "dpace" and self.elements != "texts":
             raise ConfigError("--weights dpace needs whole chains: add --elements texts")
         if self.hidden != "shared" and self.elements != "texts":
