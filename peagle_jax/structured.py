@@ -33,13 +33,21 @@ class Structured:
     around: str = ""
 
     @classmethod
-    def json_object(cls) -> Self:
-        """Any JSON object."""
-        return cls("json_object")
+    def json_object(cls, whitespace: str | None = None) -> Self:
+        """Any JSON object; `whitespace` as for `json_schema`."""
+        if whitespace is None:
+            return cls("json_object")
+        return cls.json_schema({"type": "object"}, whitespace)
 
     @classmethod
-    def json_schema(cls, schema: str | bool | Mapping[str, object]) -> Self:
+    def json_schema(
+        cls, schema: str | bool | Mapping[str, object], whitespace: str | None = None
+    ) -> Self:
         """JSON that satisfies a JSON schema, given as an object or as JSON text.
+
+        Args:
+          whitespace: a regular expression of what may stand between two tokens of JSON; "" for nothing. None: what
+            `x-guidance` in the schema says, by default one space, or a line's end and up to 32 spaces or tabs.
 
         Raises:
           ConfigError: `schema` is not JSON, not a schema, or a text that is too long.
@@ -49,6 +57,8 @@ class Structured:
             raise _refused(f"{len(schema)} characters are more than {MAX_CHARS}")
         try:
             schema = json.loads(schema) if isinstance(schema, str) else schema
+            if whitespace is not None and isinstance(schema, Mapping | bool):
+                schema = _spaced(schema, whitespace)
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError) as error:
             raise _refused(f"the schema is not JSON ({error})") from None
@@ -78,6 +88,15 @@ class Structured:
     def grammar(cls, text: str) -> Self:
         """Text of a context-free grammar in llguidance's dialect of Lark, or in GBNF (`root ::= ...`)."""
         return cls("grammar", text)
+
+
+def _spaced(schema: Mapping[str, object] | bool, whitespace: str) -> Mapping[str, object] | bool:
+    if schema is False:
+        return schema
+    schema = {} if schema is True else schema
+    style = schema.get("x-guidance")
+    style = style if isinstance(style, Mapping) else {}
+    return {**schema, "x-guidance": {**style, "whitespace_pattern": whitespace}}
 
 
 def _refused(rule: str) -> ConfigError:

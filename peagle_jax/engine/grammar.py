@@ -264,7 +264,7 @@ def _answer(structured: Structured) -> dict:
     text = structured.text
     match structured.kind:
         case "json_object":
-            return {"json_schema": {"type": "object"}}
+            return {"json_schema": enforceable({"type": "object"})}
         case "json_schema":
             return {"json_schema": enforceable(json.loads(text))}
         case "regex":

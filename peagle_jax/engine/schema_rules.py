@@ -5,6 +5,7 @@ numbers         llguidance holds float64, and reads some decimals a unit beside 
 minProperties   a free key (of `additionalProperties` or `patternProperties`) may be written twice
 named keys      a free key may spell the name of another with escapes: {"a": 1, "\\u0061": 2}
 optional keys   objects with very many exceed a limit of the parser, and only when a text is written
+formats         llguidance admits a 29 February of any year, leap seconds, "z" and "t", and hosts that validators refuse
 """
 
 import itertools
@@ -24,21 +25,45 @@ _IN_PLACE = ("allOf", "anyOf", "oneOf", "$defs/*", "definitions/*")
 """Where schemas are part of another: their objects are counted there."""
 _NO_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that JSON can write as \\u00.. only."""
+_VALUES = ("const", "enum", "default", "examples")
+"""Keywords whose values are no schemas."""
 _ESCAPES = 'nrbtf\\"'
 """Escapes of texts and keys in a schema whose free keys could be named ones: all but \\u."""
+SPACING = {"whitespace_pattern": r" |\n[ \t]{0,32}"}
+"""White space of JSON as models write it, in one line or indented. Without a bound some write it without end."""
+_SPACES = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
+_DATE = (
+    "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)-"  # of a year above 0000
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,%d}[a-zA-Z0-9])?"
+_ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
+_LOCAL = rf"{_ATOM}{{1,64}}|{_ATOM}{{1,20}}(?:\.{_ATOM}{{1,20}}){{1,2}}"
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"(?:{_DATE})T{_TIME}",
+    # At most 253 characters.
+    "hostname": rf"{_LABEL % 61}(?:\.{_LABEL % 61}){{0,2}}|{_LABEL % 28}(?:\.{_LABEL % 28}){{3,7}}",
+    "email": rf"(?:{_LOCAL})@(?:{_LABEL % 28}\.){{1,5}}[a-zA-Z]{{2,24}}",
+}
+"""Formats by a regular expression whose texts all validators take. llguidance has the others."""
 
 
 def enforceable(schema: dict | bool) -> dict | bool:
-    """The schema as llguidance enforces all of it.
+    """The schema as llguidance enforces all of it, with `SPACING` unless it has options of its own. Formats in it change.
 
     Raises:
       ConfigError: a part of it cannot be enforced. The message has its place; `field` is
         "structured".
     """
-    if isinstance(schema, bool):
+    if schema is False:
         return schema
+    schema = {} if schema is True else schema
     objects, may_repeat, control = Objects(schema), False, None
-    for place, part, under in _parts(schema):
+    for place, part, under, is_value in list(_parts(schema)):
         is_map = under in _BY_NAME
         control = _check_numbers(place, part, is_map) or control
         _check_min_properties(place, part)
@@ -49,37 +74,57 @@ def enforceable(schema: dict | bool) -> dict | bool:
         may_repeat |= bool(part.get("patternProperties")) or (
             bool(part.get("properties")) and has_free_keys(part)
         )
+        if not is_map and not is_value:
+            _write_format(part)
     style = schema.get("x-guidance", {})
-    if not may_repeat or not isinstance(style, dict):
+    if not isinstance(style, dict):
         return schema
-    if control is not None:
+    if not any(name in style for name in _SPACES):
+        style = SPACING | style
+    if may_repeat and control is not None:
         rule = "a control character that needs \\u cannot be enforced beside free keys"
         raise _refused(control, f"{rule}; set additionalProperties to false")
-    return schema | {"x-guidance": style | {"json_allowed_escapes": _ESCAPES}}
+    if may_repeat:
+        style = style | {"json_allowed_escapes": _ESCAPES}
+    return schema | {"x-guidance": style}
+
+
+def _write_format(part: dict) -> None:
+    """Replaces a format by its pattern in `_FORMATS`."""
+    name = part.get("format")
+    if not isinstance(name, str) or name not in _FORMATS:
+        return
+    pattern = {"pattern": f"^(?:{_FORMATS[name]})$"}
+    del part["format"]
+    others = part.get("allOf", [])
+    if isinstance(others, list):  # llguidance refuses all else
+        part["allOf"] = [*others, pattern]
 
 
 def _refused(place: str, rule: str) -> ConfigError:
     return ConfigError.of("structured", f"{place}: {rule}")
 
 
-def _parts(schema: dict) -> Iterator[tuple[str, dict, str]]:
-    """All objects of a schema: place, content, and the keyword that it is under; a name under a
-    keyword is "*".
+def _parts(schema: dict) -> Iterator[tuple[str, dict, str, bool]]:
+    """All objects of a schema: place, content, the keyword that it is under, and whether it is part
+    of a value; a name under a keyword is "*".
 
     Values such as defaults are among them, because references may point anywhere.
     """
-    waiting: list[tuple[str, object, str]] = [("#", schema, "")]
+    waiting: list[tuple[str, object, str, bool]] = [("#", schema, "", False)]
     while waiting:
-        place, part, under = waiting.pop()
+        place, part, under, is_value = waiting.pop()
         if isinstance(part, dict):
-            yield place, part, under
-            is_map = under in _BY_NAME
-            waiting += (
-                (f"{place}/{key}", value, f"{under}/*" if is_map else key)
-                for key, value in part.items()
-            )
+            yield place, part, under, is_value
+            for key, value in part.items():
+                if under in _BY_NAME:
+                    waiting.append((f"{place}/{key}", value, f"{under}/*", is_value))
+                else:
+                    waiting.append((f"{place}/{key}", value, key, is_value or key in _VALUES))
         elif isinstance(part, list):
-            waiting += ((f"{place}/{number}", one, under) for number, one in enumerate(part))
+            waiting += (
+                (f"{place}/{number}", one, under, is_value) for number, one in enumerate(part)
+            )
 
 
 def _check_numbers(place: str, part: dict, is_map: bool) -> str | None:

@@ -53,9 +53,9 @@ class StructuredOutputs(Fields):
     choice: Choices = None
     grammar: str | None = None
     structural_tag: refused("send tools or a grammar") = None
-    disable_any_whitespace: refused(_NO_OPTION, False) = None
+    disable_any_whitespace: bool = False
     disable_additional_properties: refused(_NO_OPTION, False) = None
-    whitespace_pattern: refused(_NO_OPTION) = None
+    whitespace_pattern: str | None = None
     disable_fallback: ignored("there is one backend") = None
 
 
@@ -116,8 +116,12 @@ def _of_format(given: ResponseFormat | None, spelling: Mapping[str, str]) -> _Fo
 def _of_outputs(given: StructuredOutputs | None) -> _Found:
     if given is None:
         return []
+    if given.disable_any_whitespace and given.whitespace_pattern is not None:
+        rule = "needs disable_any_whitespace to be false"
+        raise invalid("structured_outputs.whitespace_pattern", rule)
+    whitespace = "" if given.disable_any_whitespace else given.whitespace_pattern
     makers = (
-        ("json", given.json_, Structured.json_schema),
+        ("json", given.json_, lambda schema: Structured.json_schema(schema, whitespace)),
         ("regex", given.regex, Structured.regex),
         ("choice", given.choice, Structured.choice),
         ("grammar", given.grammar, Structured.grammar),
@@ -128,5 +132,6 @@ def _of_outputs(given: StructuredOutputs | None) -> _Found:
         if value is not None
     ]
     if given.json_object:
-        constraints.append(("structured_outputs.json_object", Structured.json_object))
+        make = lambda: Structured.json_object(whitespace)
+        constraints.append(("structured_outputs.json_object", make))
     return constraints

@@ -1,8 +1,13 @@
 """Schemas that llguidance would enforce in part, or not at the end: each is refused by its place, or enforced."""
 
+import datetime
+import ipaddress
 import json
 import random
+import re
+import uuid
 
+import numpy as np
 import pytest
 
 from peagle_jax import ConfigError
@@ -198,3 +203,109 @@ def test_a_chain_of_references_without_end_is_refused(grammars):
     chain = {f"n{place}": {"$ref": f"#/$defs/n{place + 1}"} for place in range(3000)}
     rule = refusal(grammars, {"$ref": "#/$defs/n0", "$defs": chain})
     assert rule == "a schema is nested too deeply", json.dumps(rule)
+
+
+_PAIR = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {}},
+    "required": ["a", "b"],
+}
+ONE_LINE, INDENTED, NONE = '{"a": 1, "b": []}', '{\n  "a": 1,\n  "b": []\n}', '{"a":1,"b":[]}'
+ENDLESS = ['{  "a"', "{\n\n", "{\t", "{\n" + 33 * " "]
+
+
+@pytest.mark.parametrize("schema", [_PAIR, {}, True, {"type": "object"}], ids=str)
+def test_white_space_is_bounded(grammars, tokenizer, schema):
+    for text in (ONE_LINE, INDENTED, NONE):
+        assert admits(grammars, tokenizer, schema, text)
+    for text in ENDLESS:
+        assert after(grammars, tokenizer, schema, text).error, text
+
+
+def test_a_client_chooses_the_white_space(grammars, tokenizer):
+    by_pattern = {"": [NONE], "[ ]?": [NONE, ONE_LINE], "[\\n ]*": [NONE, ONE_LINE, INDENTED]}
+    for pattern, admitted in by_pattern.items():
+        for structured in (
+            Structured.json_schema(_PAIR, pattern),
+            Structured.json_object(pattern),
+            Structured.json_schema(True, pattern),
+        ):
+            for text in (NONE, ONE_LINE, INDENTED):
+                matcher = grammars.compile(structured)
+                matcher.consume(tokenizer.encode(text, special=False))
+                assert (matcher.error is None and matcher.is_complete) == (text in admitted)
+
+
+def rfc3339_time(text: str) -> bool:
+    return bool(re.fullmatch(r"\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)", text)) and bool(
+        datetime.time.fromisoformat(text)
+    )
+
+
+AJV_EMAIL = r"[a-z0-9!#$%&'*+/=?^_`{|}~-]+(?:\.[a-z0-9!#$%&'*+/=?^_`{|}~-]+)*@(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)+[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
+FQDN = r"(?:(?!-)[-a-z0-9]{1,63}(?<!-)\.)*(?!-)[-a-z0-9]{1,63}(?<!-)"
+FORMATS = {
+    "date": datetime.date.fromisoformat,
+    "time": rfc3339_time,
+    "date-time": lambda text: (
+        text[10] == "T"
+        and datetime.date.fromisoformat(text[:10])
+        and rfc3339_time(text[11:])
+    ),
+    "hostname": lambda text: len(text) <= 253 and re.fullmatch(FQDN, text.lower()),
+    "email": lambda text: len(text) <= 254 and re.fullmatch(AJV_EMAIL, text.lower()),
+    "ipv4": ipaddress.IPv4Address,
+    "ipv6": ipaddress.IPv6Address,
+    "uuid": uuid.UUID,
+}  # fmt: skip
+"""What other libraries say of a text: false, or `ValueError`, if they refuse it."""
+REFUSED_BY_FORMAT = {
+    "date": ["2023-02-29", "1900-02-29", "0000-01-01", "2024-04-31", "2024-1-1"],
+    "time": ["01:02:02z", "01:02:60Z", "01:02:03.1234567Z", "01:02:03", "24:00:00Z", "01:02:03.Z"],
+    "date-time": ["2023-02-29T00:00:00Z", "2024-01-01t00:00:00Z", "2024-01-01T00:00:00"],
+    "hostname": ["a." * 127 + "a", "-a", "a-", "a" * 64, "a..b"],
+    "email": ["a@b", "a@[1.2.3.4]", "a.@b.cc", "a" * 65 + "@b.cc", "a@-b.cc"],
+}
+VALID = {
+    "date": ["2024-02-29", "2000-02-29", "0001-01-01", "9999-12-31"],
+    "time": ["23:59:59Z", "01:02:03.123456+05:30"],
+    "date-time": ["2024-02-29T01:02:03.5-08:00"],
+    "hostname": ["localhost", "a.b.c.d.e.f.g", "x" * 63 + ".example"],
+    "email": ["first.middle.last+tag@mail.example.co.uk", "a" * 64 + "@example.com"],
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_agrees_with_validators(grammars, tokenizer, name):
+    schema = {"type": "string", "format": name}
+    for text in REFUSED_BY_FORMAT.get(name, ()):
+        assert not admits(grammars, tokenizer, schema, json.dumps(text)), text
+    for text in VALID.get(name, ()):
+        assert admits(grammars, tokenizer, schema, json.dumps(text)), text
+    rng = random.Random(0)
+    for _ in range(100):
+        text = json.loads(random_text(grammars, tokenizer, schema, rng))
+        assert FORMATS[name](text), text
+
+
+def random_text(grammars, tokenizer, schema, rng: random.Random) -> str:
+    """A text within the masks; it ends where it can with a probability of a quarter."""
+    matcher, tokens = grammars.compile(Structured.json_schema(schema)), []
+    (quote,) = tokenizer.encode('"', special=False)
+    while not matcher.is_complete:
+        bits = np.frombuffer(matcher.matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+        token = quote if quote in allowed and rng.random() < 0.25 else rng.choice(allowed)
+        tokens.append(token)
+        matcher.consume([token])
+        assert matcher.error is None
+    return tokenizer.decode(tokens)
+
+
+def test_a_format_holds_beside_patterns_and_in_parts_alone(grammars, tokenizer):
+    both = {"type": "string", "format": "date", "pattern": "^19", "allOf": [{"pattern": "5$"}]}
+    assert admits(grammars, tokenizer, both, '"1924-01-05"')
+    for text in ('"2024-01-05"', '"1924-01-06"', '"1923-02-29"', '"195"'):
+        assert not admits(grammars, tokenizer, both, text)
+    named = {"type": "object", "properties": {"format": {"const": {"format": "date"}}}}
+    assert admits(grammars, tokenizer, named, '{"format": {"format": "date"}}')
