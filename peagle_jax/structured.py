@@ -47,7 +47,7 @@ class Structured:
 
         Args:
           whitespace: a regular expression of what may stand between two tokens of JSON; "" for nothing. None: what
-            `x-guidance` in the schema says, by default one space, or a line's end and up to 32 spaces or tabs.
+            `x-guidance` in the schema says, by default at most one space.
 
         Raises:
           ConfigError: `schema` is not JSON, not a schema, or a text that is too long.

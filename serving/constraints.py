@@ -3,7 +3,7 @@
     constraint -> checked in `grammar_process` -> compiled by the worker, in a thread of the engine's process -> matcher
 
 The check runs in a process of its own, whose limits of time and memory end it without harm to the server. The
-result is kept for each caller: a constraint that a caller sends again is not checked again, and one that was
+result is kept by its digest for each caller: a constraint that a caller sends again is not checked again, and one that was
 refused is refused at once. Callers take turns at the processes and threads.
 """
 
@@ -21,18 +21,21 @@ from peagle_jax.engine.grammar import Grammars
 from peagle_jax.structured import MAX_CHARS, Structured
 from serving import caller
 from serving.bounded_pool import BoundedPool
+from serving.constraint_memory import ConstraintsFull
 from serving.errors import Code, ServiceError, invalid
 from serving.grammar_checker import Process
 from serving.grammar_process import CPU_SECONDS, Vocabulary
-from serving.messages import Description, MatcherOf, Worker
+from serving.messages import Checked, Description, MatcherOf, Worker
 from serving.networks import network
 
 _log = logging.getLogger(__name__)
 _NUM_PROCESSES = 2
 _NUM_THREADS = 2
 _MAX_WAITING = 256
-_NUM_REMEMBERED = 256
-_MAX_REMEMBERED = 16 << 10  # characters of a definition
+_MOST_REMEMBERED = 16 << 20
+"""Characters of all definitions, and of all refusals, that a process remembers."""
+_EACH_REMEMBERED = 512
+"""What an entry counts beside its text."""
 _REFUSED_SECONDS = 300.0
 """How long a refusal is remembered. Not forever: a busy machine can be the cause of one."""
 _TOO_COMPLEX = f"is too complex: the check of it took more than {CPU_SECONDS} s, too much memory or too much stack"
@@ -57,7 +60,8 @@ class Constraints:
         self._compiles = _FairPool("grammar", _NUM_THREADS)
         self._processes = [Process(self._vocabulary(engine)) for _ in range(_NUM_PROCESSES)]
         self._idle = list(self._processes)
-        self._known, self._refused = _Memory(), _Memory(_REFUSED_SECONDS)
+        self._known: _Memory[Checked] = _Memory()
+        self._refused: _Memory[str] = _Memory(_REFUSED_SECONDS)
 
     @staticmethod
     def _vocabulary(engine: Description) -> Callable[[], Vocabulary]:
@@ -111,17 +115,21 @@ class Constraints:
         key = hashlib.sha256(repr(parts).encode()).digest()
         origin = caller_id or network(address)
         try:
-            definition = self._recall(key)
-            if definition is None:
+            checked = self._recall(key)
+            if checked is None:
                 check = lambda: self._check(key, structured, frame)
-                definition = await self._checks.run(origin, check)
-            compiled = lambda: self._worker.matchers(definition, number)
+                checked = await self._checks.run(origin, check)
+            compiled = lambda: self._worker.matchers(checked._replace(origin=origin), number)
             return await self._compiles.run(origin, compiled)
         except ConfigError as error:
             raise invalid(field, error.rule) from error
+        except ConstraintsFull as error:
+            raise ServiceError(
+                Code.RESOURCE_EXHAUSTED, f"{error}; try again later", retry_after=1.0
+            ) from error
 
-    def _recall(self, key: bytes) -> str | None:
-        """The definition of a constraint that has been checked; None if it has not, or is forgotten.
+    def _recall(self, key: bytes) -> Checked | None:
+        """A constraint that has been checked, of no origin; None if it has not, or is forgotten.
 
         Raises:
           ConfigError: the check has refused it.
@@ -131,12 +139,12 @@ class Constraints:
             raise ConfigError.of("structured", rule)
         return self._known.get(key)
 
-    def _check(self, key: bytes, structured: Structured, frame: str | None) -> str:
+    def _check(self, key: bytes, structured: Structured, frame: str | None) -> Checked:
         self._worker.prepare_matchers()
         # Another request of the same caller may have had it checked while this one waited.
-        definition = self._recall(key)
-        if definition is not None:
-            return definition
+        checked = self._recall(key)
+        if checked is not None:
+            return checked
         process = self._idle.pop()  # as many as threads
         try:
             parts = dict(kind=structured.kind, text=structured.text, around=structured.around)
@@ -149,12 +157,11 @@ class Constraints:
             )
             answer = {"error": _TOO_COMPLEX}
         if "error" in answer:
-            self._refused.put(key, answer["error"])
+            self._refused.put(key, answer["error"], len(answer["error"]))
             raise ConfigError.of("structured", answer["error"])
-        definition = answer["definition"]
-        if len(definition) <= _MAX_REMEMBERED:
-            self._known.put(key, definition)
-        return definition
+        checked = Checked(answer["definition"], answer["memory"], origin="")
+        self._known.put(key, checked, len(checked.definition))
+        return checked
 
     def close(self) -> None:
         """Takes no more constraints and ends the processes."""
@@ -169,35 +176,41 @@ class Constraints:
         return all(await asyncio.gather(*(pool.wait_closed(seconds) for pool in pools)))
 
 
-class _Memory:
-    """The texts that were used last, by key. Thread-safe.
+class _Memory[T]:
+    """What was used last, by key. Thread-safe.
 
     Args:
-      seconds: how long a text is kept.
+      seconds: how long it is kept.
     """
 
     def __init__(self, seconds: float = math.inf):
-        self._seconds, self._lock = seconds, threading.Lock()
-        self._texts: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        self._seconds, self._lock, self._size = seconds, threading.Lock(), 0
+        self._entries: OrderedDict[bytes, tuple[T, int, float]] = OrderedDict()
 
-    def get(self, key: bytes) -> str | None:
-        """The text of a key; None if there is none, or its time is up."""
+    def get(self, key: bytes) -> T | None:
+        """What was put under a key; None if there is nothing, or its time is up."""
         with self._lock:
-            text, until = self._texts.get(key, (None, 0.0))
-            if text is None:
-                return None
+            value, _, until = self._entries.get(key, (None, 0, math.inf))
             if time.monotonic() >= until:
-                del self._texts[key]
+                self._drop(key)
                 return None
-            self._texts.move_to_end(key)
-            return text
+            if value is not None:
+                self._entries.move_to_end(key)
+            return value
 
-    def put(self, key: bytes, text: str) -> None:
-        """Keeps a text; of too many the one that was used longest ago is dropped."""
+    def put(self, key: bytes, value: T, size: int) -> None:
+        """Keeps something with `size` characters; of too much, what was used longest ago is dropped."""
+        size += _EACH_REMEMBERED
         with self._lock:
-            self._texts[key] = text, time.monotonic() + self._seconds
-            while len(self._texts) > _NUM_REMEMBERED:
-                self._texts.popitem(last=False)
+            if key in self._entries:
+                self._drop(key)
+            self._entries[key] = value, size, time.monotonic() + self._seconds
+            self._size += size
+            while self._size > _MOST_REMEMBERED:
+                self._drop(next(iter(self._entries)))
+
+    def _drop(self, key: bytes) -> None:
+        self._size -= self._entries.pop(key)[1]
 
 
 class _FairPool:

@@ -2,13 +2,14 @@
 
     python -m serving.grammar_process
     stdin:  one JSON object per line: a `Vocabulary`, then constraints {"kind", "text", "around", "frame"}
-    stdout: one JSON object per constraint: {"definition": ...} or {"error": ...}
+    stdout: one JSON object per constraint: {"definition", "memory": bytes that it takes compiled} or {"error": ...}
 
-A constraint that exceeds a limit ends the process; its parent starts another (`grammar_checker`). The server compiles a
+The process leaves the processor to others. A constraint that exceeds a limit ends the process; its parent starts another (`grammar_checker`). The server compiles a
 constraint that passes again, which takes the same time.
 """
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Collection, Mapping
@@ -23,10 +24,16 @@ from peagle_jax.bounded_process import answer_all, limit_memory, limit_time
 from peagle_jax.engine.grammar import definition, new_matcher
 from peagle_jax.structured import Structured
 from peagle_jax.text import Tokenizer
+from serving.constraint_memory import allocated
 
 CPU_SECONDS = 2
+_NICE = 10
 MEMORY = 512 << 20
 """Bytes of address space beyond those of the idle process."""
+MOST_COMPILED = 32 << 20
+"""Bytes of a constraint when it is compiled."""
+_PER_CHARACTER = 100
+"""The same for a character of a definition, where the C library does not count."""
 STACK = 1 << 20
 """Bytes of stack, an eighth of what a thread of the server has."""
 
@@ -74,18 +81,27 @@ class _Bytes:
 
 def _check(
     given: Mapping[str, str | None], special: Mapping[str, int], tokenizer: LLTokenizer
-) -> dict[str, str]:
+) -> dict[str, str | int]:
     try:
         structured = Structured(given["kind"], given["text"], around=given["around"])
         text = definition(structured, given["frame"], special)
-        new_matcher(tokenizer, text)
+        before = allocated()
+        matcher = new_matcher(tokenizer, text)
+        after = allocated()
+        del matcher
     except ConfigError as error:
         return {"error": error.rule}
-    return {"definition": text}
+    memory = _PER_CHARACTER * len(text) if after is None else max(0, after - before)
+    if memory > MOST_COMPILED:
+        return {
+            "error": f"is too complex: it takes {memory >> 20} MiB, more than {MOST_COMPILED >> 20}"
+        }
+    return {"definition": text, "memory": memory}
 
 
 def main() -> None:
     """Reads the vocabulary and constraints from stdin until its end."""
+    os.nice(_NICE)
     vocabulary = Vocabulary(**json.loads(sys.stdin.readline()))
     tokenizer = vocabulary.tokenizer()
     threading.stack_size(STACK)

@@ -15,6 +15,7 @@ import os
 import queue
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -22,8 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from peagle_jax.config import ConfigError
+from serving.constraint_memory import ConstraintsFull
 from serving.frames import Channel, ClosedError, encode, packed, packed_load
-from serving.messages import Death, Event, IdIsTaken, Job, Listener, Name, Refused
+from serving.messages import Checked, Death, Event, IdIsTaken, Job, Listener, Name, Refused
 from serving.worker import EngineWorker
 
 _log = logging.getLogger(__name__)
@@ -31,6 +33,13 @@ _MOST_UNREAD = 256 << 20
 """Bytes that a process may leave unread, minutes of output at full speed; beyond it counts as gone."""
 _TICK = 1.0  # seconds between two looks at the engine
 _NUM_THREADS = 2  # that compile constraints
+_NICE = 10  # of these threads: rounds come first
+
+
+def _leave_processor_to_others() -> None:
+    """Lowers the priority of this thread, where threads have one of their own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class _Peer:
@@ -111,7 +120,7 @@ class Hub:
         self._worker: EngineWorker | None = None
         self._names: dict[Name, int] = {}
         """The process that holds the open request of a caller and an id."""
-        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, "grammar", _leave_processor_to_others)
         self._memory: object = None
         threading.Thread(target=self._run, name="hub", daemon=True).start()
 
@@ -244,8 +253,8 @@ class Hub:
             case "flush", call, salt:
                 answer = lambda pages: self.send(("answer", call, pages), to=peer.index)
                 self._worker.flush_prefix_cache(salt, answer)
-            case "compile", call, definition, number:
-                self._pool.submit(self._compile, peer, call, definition, number)
+            case "compile", call, constraint, number:
+                self._pool.submit(self._compile, peer, call, constraint, number)
             case "forget", place:
                 peer.matchers.pop(place, None)
             case "gather", call:
@@ -272,24 +281,25 @@ class Hub:
         triples = zip(jobs, keys, compiled, strict=True)
         self._worker.submit([replace(job, key=k, matcher=m) for job, k, m in triples], name)
 
-    def _compile(self, peer: _Peer, call: int, definition: str | None, number: int) -> None:
+    def _compile(self, peer: _Peer, call: int, constraint: Checked | None, number: int) -> None:
         """Compiles a constraint, or only reads the vocabulary. Runs in a thread of the pool."""
         answer: object = None
         try:
-            if definition is None:
+            if constraint is None:
                 self._worker.prepare_matchers()
             else:
-                for index, one in enumerate(self._worker.matchers(definition, number)):
+                for index, one in enumerate(self._worker.matchers(constraint, number)):
                     peer.matchers[call, index] = one
         except BaseException as error:  # without an answer the other process would wait
             answer = error
-            if not isinstance(error, ConfigError):
+            if not isinstance(error, ConfigError | ConstraintsFull):
                 _log.exception("a constraint cannot be compiled")
                 answer = RuntimeError(repr(error))
         peer.send(encode(("answer", call, answer)))
 
     def _lose(self, peer: _Peer) -> None:
         peer.is_gone = True
+        peer.matchers.clear()
         if peer.index == 0:
             self._on_lost()
             return

@@ -18,6 +18,20 @@ MatcherOf = Hashable
 """A constraint compiled for one sequence: a `Matcher` where the engine is, elsewhere what stands for one."""
 
 
+class Checked(NamedTuple):
+    """A constraint that has been checked.
+
+    Attributes:
+      definition: as llguidance reads it.
+      memory: bytes that it takes when it is compiled.
+      origin: whose constraint it is, to tell clients apart.
+    """
+
+    definition: str
+    memory: int
+    origin: str
+
+
 @dataclass(frozen=True)
 class Job:
     """One sequence to generate. The submitter chooses `key`; it is unique among the jobs that run.
@@ -246,8 +260,13 @@ class Worker(Protocol):
     def prepare_matchers(self) -> None:
         """Reads the vocabulary for constraints; blocks. Raises `ConfigError` if it cannot be used for them."""
 
-    def matchers(self, definition: str, number: int) -> list[MatcherOf]:
-        """Compiles a checked constraint for so many sequences; blocks. Raises `ConfigError`."""
+    def matchers(self, constraint: Checked, number: int) -> list[MatcherOf]:
+        """Compiles a constraint for so many sequences; blocks.
+
+        Raises:
+          ConfigError: the model cannot be constrained, or not so.
+          ConstraintsFull: the constraints of open requests leave no memory for it.
+        """
 
     def stop(self, timeout: float) -> bool:
         """Ends the engine after its round; whether it ended within `timeout` seconds."""

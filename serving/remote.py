@@ -15,7 +15,7 @@ from peagle_jax.engine.stats import DeviceMemory
 from peagle_jax.text import Tokenizer
 from serving.errors import Code, ServiceError
 from serving.frames import Channel, ClosedError, encode, unpacked, unpacked_load
-from serving.messages import Death, Description, Job, Listener, Load, Name
+from serving.messages import Checked, Death, Description, Job, Listener, Load, Name
 
 _log = logging.getLogger(__name__)
 _GATHER_SECONDS = 1.0
@@ -142,9 +142,9 @@ class RemoteEngine:
         """See `Worker`; called in threads."""
         self._ask("compile", None, 0)
 
-    def matchers(self, definition: str, number: int) -> list[_Matcher]:
+    def matchers(self, constraint: Checked, number: int) -> list[_Matcher]:
         """See `Worker`; called in threads."""
-        call = self._ask("compile", definition, number)
+        call = self._ask("compile", constraint, number)
         return [_Matcher((call, index), self._forget) for index in range(number)]
 
     def stop(self, timeout: float) -> bool:

@@ -27,8 +27,10 @@ from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.request import Request
 from peagle_jax.engine.scheduler import QueueFull
 from peagle_jax.engine.stats import Acceptance, DeviceMemory
+from serving.constraint_memory import ConstraintMemory
 from serving.memory import c_library_trim
 from serving.messages import (
+    Checked,
     Death,
     Description,
     Ended,
@@ -124,6 +126,7 @@ class EngineWorker:
         self.description = Description(*parts)
         self._mail: queue.SimpleQueue = queue.SimpleQueue()
         self._running: dict[Hashable, Request] = {}
+        self._constraint_memory = ConstraintMemory()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._compiler = threading.Thread(target=self._compile, name="compiler", daemon=True)
         self._is_stopping = False
@@ -193,10 +196,13 @@ class EngineWorker:
         """See `Worker`."""
         self._engine.grammars.prepare()
 
-    def matchers(self, definition: str, number: int) -> list[Matcher]:
+    def matchers(self, constraint: Checked, number: int) -> list[Matcher]:
         """See `Worker`; any thread may call it."""
-        matcher = self._engine.grammars.matcher(definition)
-        return [matcher, *(matcher.copy() for _ in range(number - 1))]
+        # The memory is taken first: what is refused must not be compiled.
+        lease = self._constraint_memory.lease(constraint.origin, constraint.memory)
+        matcher = self._engine.grammars.matcher(constraint.definition)
+        matcher.lease = lease
+        return [matcher, *(matcher.again() for _ in range(number - 1))]
 
     def stop(self, timeout: float) -> bool:
         """Ends the thread after its round.

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import llguidance
 import numpy as np
@@ -36,16 +37,18 @@ LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,  # 20 ms
     step_lexer_fuel=100_000,  # 7 ms a mask
     step_max_items=20_000,  # 1 ms a mask
-    max_lexer_states=16_384,  # 30 MB a request
+    max_lexer_states=16_384,  # up to 30 MB a request
     max_grammar_size=250_000,
     verbose_errors=False,
 )
 """Work and memory of one grammar. A request that exceeds them fails; at run time it gets no further
 token."""
-_SLOW_CALL, _SLOW_MASK = 0.05, 0.01
+MOST_FORCED = 8192
+"""Bytes of text that a constraint may force at its beginning. llguidance follows all of them before
+`LIMITS` hold, with 0.4 KB each, and splits what is left of them for each mask: 1 ms for so many."""
+_SLOW_CALL, _SLOW_MASK = 0.05, 0.005
 """If the masks of a call take longer than the first (seconds), each matcher is measured; if one
-mask takes more processor time than the second, its request fails. `LIMITS` do not bound repetitions
-such as a{100000}."""
+mask takes more processor time than the second, its request fails."""
 _COSTLY = 0.002
 """If the masks of one matcher take longer (seconds), several threads compute them, each for some of
 the drafts."""
@@ -99,22 +102,34 @@ def masks_of(
 
 
 class Matcher:
-    """State of one request's text in its grammar. Made by `Grammars`."""
+    """State of one request's text in its grammar. Made by `Grammars`.
+
+    Args:
+      beginning: at the beginning of the text; the sequences of a request share it. It is copied at the first use, so one
+        that waits holds no memory of its own.
+    """
 
     def __init__(
         self,
-        matcher: llguidance.LLMatcher,
+        beginning: llguidance.LLMatcher,
         threads: MaskThreads,
         eos_ids: Collection[int],
         num_words: int,
     ):
-        self.matcher, self.threads, self.eos_ids = matcher, threads, eos_ids
+        self._beginning, self.threads, self.eos_ids = beginning, threads, eos_ids
         self.num_words = num_words
         """Words of a mask."""
         self.seconds = 0.0
         """Time of the last call of `masks_of`, as if each matcher had one thread."""
+        self.lease: object = None
+        """What must live as long as this matcher."""
         self._is_slow = False
         self._copies: list[llguidance.LLMatcher] = []
+
+    @cached_property
+    def matcher(self) -> llguidance.LLMatcher:
+        """Where the text stands."""
+        return self._beginning.deep_copy()
 
     @property
     def error(self) -> str | None:
@@ -171,10 +186,12 @@ class Matcher:
             ends[list(self.eos_ids)] = 1
             masks[end + 1 :] = np.packbits(ends, bitorder="little").view(np.int32)
 
-    def copy(self) -> "Matcher":
-        """A matcher at the same place for another sequence of the same request. The two share
+    def again(self) -> "Matcher":
+        """A matcher at the beginning, for another sequence of the same request. The two share
         `LIMITS`."""
-        return Matcher(self.matcher.deep_copy(), self.threads, self.eos_ids, self.num_words)
+        other = Matcher(self._beginning, self.threads, self.eos_ids, self.num_words)
+        other.lease = self.lease
+        return other
 
     def forced(self, most: int) -> list[int]:
         """Up to `most` next tokens that are the only continuation in the tokenizer's own
@@ -377,6 +394,10 @@ def new_matcher(vocabulary: llguidance.LLTokenizer, definition: str) -> llguidan
     matcher = llguidance.LLMatcher(vocabulary, definition, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()  # finds grammars without any text
+        forced = len(matcher.compute_ff_bytes())
+        if forced > MOST_FORCED:
+            rule = f"it forces a text of {forced} bytes at once; at most {MOST_FORCED} are allowed"
+            raise ConfigError.of("structured", rule)
     if matcher.is_error():
         reason = _reason(matcher.get_error())
         if reason.startswith("NoExtension"):

@@ -29,8 +29,8 @@ _VALUES = ("const", "enum", "default", "examples")
 """Keywords whose values are no schemas."""
 _ESCAPES = 'nrbtf\\"'
 """Escapes of texts and keys in a schema whose free keys could be named ones: all but \\u."""
-SPACING = {"whitespace_pattern": r" |\n[ \t]{0,32}"}
-"""White space of JSON as models write it, in one line or indented. Without a bound some write it without end."""
+SPACING = {"whitespace_pattern": " "}
+"""At most one space between two tokens of JSON. Without a bound some models write white space without end."""
 _SPACES = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
 _DATE = (
     "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)-"  # of a year above 0000

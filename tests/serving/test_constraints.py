@@ -10,14 +10,16 @@ from types import SimpleNamespace
 import pytest
 
 from peagle_jax import ConfigError
-from peagle_jax.engine.grammar import Grammars
+from peagle_jax.engine.grammar import Grammars, Matcher
 from peagle_jax.model_folders import ASSETS
 from peagle_jax.structured import Structured
 from peagle_jax.text import Tokenizer
 from serving import caller, constraints, grammar_checker
+from serving.constraint_memory import ConstraintMemory, allocated
 from serving.constraints import Constraints
 from serving.errors import Code, ServiceError
 from serving.grammar_process import Vocabulary
+from serving.messages import Checked
 from tests.waiting import LIMIT, soon
 
 
@@ -30,11 +32,22 @@ def engine() -> SimpleNamespace:
     return SimpleNamespace(grammars=grammars, tokenizer=tokenizer, target_config=config)
 
 
-def run(engine, work):
-    """Runs `work(constraints)` in an event loop, with constraints that are closed afterwards."""
+def run(engine, work, total: int = 1 << 30):
+    """Runs `work(constraints)` in an event loop, with constraints that are closed afterwards.
+
+    Args:
+      total: bytes that compiled constraints may take.
+    """
 
     async def main():
-        compiled = lambda text, number: [engine.grammars.matcher(text) for _ in range(number)]
+        memory = ConstraintMemory(total)
+
+        def compiled(constraint: Checked, number: int) -> list[Matcher]:
+            lease = memory.lease(constraint.origin, constraint.memory)
+            matcher = engine.grammars.matcher(constraint.definition)
+            matcher.lease = lease
+            return [matcher, *(matcher.again() for _ in range(number - 1))]
+
         prepare = lambda: engine.grammars.prepare()
         worker = dict(description=engine, matchers=compiled, prepare_matchers=prepare)
         made = Constraints(SimpleNamespace(**worker))
@@ -81,6 +94,8 @@ REFUSED = {
     "parentheses of a regex": Structured.regex("(" * 1000 + "a" + ")" * 1000),
     "parentheses of GBNF": Structured.grammar("root ::= " + "(" * 9000 + '"a"' + ")" * 9000),
     "loop": Structured.json_schema({"$ref": "#"}),
+    "a long text that is forced": Structured.regex("a{200000}"),
+    "a long constant": Structured.json_schema({"const": "ab" * 9000}),
 }
 
 
@@ -212,13 +227,13 @@ def test_a_refusal_is_remembered_for_its_caller(engine, monkeypatch):
 
 
 def test_what_is_remembered_is_bounded_in_number_and_time(monkeypatch):
-    monkeypatch.setattr(constraints, "_NUM_REMEMBERED", 2)
+    monkeypatch.setattr(constraints, "_MOST_REMEMBERED", 3000)
     memory = constraints._Memory()
     for key in (b"a", b"b", b"a", b"c"):
-        memory.get(key) or memory.put(key, f"text of {key}")
+        memory.get(key) or memory.put(key, f"text of {key}", 500)
     assert [memory.get(key) is None for key in (b"a", b"b", b"c")] == [False, True, False]
     short = constraints._Memory(seconds=0.0)
-    short.put(b"a", "text")
+    short.put(b"a", "text", 4)
     assert short.get(b"a") is None
 
 
@@ -378,6 +393,61 @@ def test_a_process_that_does_not_read_is_given_up():
         assert process.ask({"kind": "regex", "text": "a" * 250_000, "frame": None}) is None
     finally:
         process.end()
+
+
+def costly(number: int) -> Structured:
+    """A constraint of its own that takes half a megabyte."""
+    names = {f"name{number}_{place}": {"type": "string"} for place in range(200)}
+    return Structured.json_schema({"type": "object", "properties": names})
+
+
+def test_constraints_that_wait_take_bounded_memory(engine, monkeypatch):
+    """What finds no memory is refused before it is compiled; other callers have a share, and memory comes back."""
+    compiled = []
+    matcher = engine.grammars.matcher
+    monkeypatch.setattr(engine.grammars, "matcher", lambda *a: compiled.append(a) or matcher(*a))
+
+    async def work(made):
+        caller.enter(b"hostile")
+        waiting = [await made.compile(costly(0), field="f", number=9)]
+        size = made._known.get(next(iter(made._known._entries))).memory
+        assert 200_000 < size < 2_000_000
+        while True:
+            try:
+                waiting.append(await made.compile(costly(len(waiting)), field="f"))
+            except ServiceError as raised:
+                error = raised
+                break
+        assert "this client's open requests" in error.message
+        assert (error.code, error.retry_after) == (Code.RESOURCE_EXHAUSTED, 1.0)
+        assert 2 <= len(waiting) == len(compiled)
+        caller.enter(b"another")
+        assert await made.compile(costly(0), field="f")
+        caller.enter(b"hostile")
+        waiting.clear()
+        assert await made.compile(costly(98), field="f")
+
+    run(engine, work, total=6_000_000)
+
+
+def test_sequences_that_wait_share_one_compiled_constraint(engine):
+    many = run(engine, lambda made: made.compile(costly(0), field="f", number=100))
+    before = allocated()
+    again = [one.again() for one in many]
+    assert allocated() - before < 100_000, "a copy is made at the first use"
+    again[0].consume(engine.tokenizer.encode("{", special=False))
+    assert again[0].error is None
+    assert not many[0].is_complete
+
+
+def test_large_definitions_are_remembered_too(engine, monkeypatch):
+    async def work(made):
+        large = Structured.json_schema({"enum": [f"value {place}" for place in range(3000)]})
+        await made.compile(large, field="f")
+        monkeypatch.setattr(grammar_checker.Process, "ask", lambda *_: pytest.fail("checked again"))
+        assert await made.compile(large, field="f")
+
+    run(engine, work)
 
 
 def test_each_sequence_has_a_matcher_of_its_own(engine):
