@@ -28,7 +28,7 @@ ORDER = [
     "checkpoint.gguf_file", "checkpoint.gguf_config", "checkpoint.gguf_tensors", "checkpoint.gguf_tokenizer", "checkpoint.gguf_folder", "checkpoint.hub",
     "checkpoint.manifest", "checkpoint.converted", "checkpoint.checked", "checkpoint.reads", "checkpoint.staging", "checkpoint.assembly", "checkpoint.streaming", "checkpoint.loader", "checkpoint",
     "token_bytes", "text", "options",
-    "engine", "engine.rules", "engine.pages", "engine.slots", "engine.mask_threads", "engine.schema_objects", "engine.schema_rules", "engine.lark", "engine.spellings", "engine.grammar", "engine.request", "engine.reservation",
+    "engine", "engine.rules", "engine.pages", "engine.slots", "engine.mask_threads", "engine.schema_objects", "engine.schema_rules", "engine.lark", "engine.spellings", "engine.grammar", "engine.request", "engine.mask_turns", "engine.reservation",
     "engine.prefixes", "engine.controls", "engine.prefill_shapes", "engine.calls", "engine.device_calls", "engine.prompt_logprobs", "engine.stats",
     "engine.round_times", "engine.choice", "engine.adaptive", "engine.integrity", "engine.commits", "engine.scheduler",
     "engine.sizes", "engine.round_shapes", "engine.output_shapes", "engine.memory", "engine.transfer", "engine.stored_times", "engine.layouts",

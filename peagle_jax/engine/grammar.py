@@ -74,28 +74,26 @@ def masks_of(
     # llguidance leaves the masks behind a forbidden draft unwritten.
     masks = np.full((size, height, matchers[0].num_words), ALL, np.int32)
     flat = masks.reshape(size * height, -1)
-    begin, windows, plain = time.perf_counter(), [], []
-    threads, seconds = matchers[0].threads, 0.0
-    threads_each = threads.most // len(matchers)
-    divides = threads_each > 1 and max(matcher.seconds for matcher in matchers) > _COSTLY
-    for row, (matcher, drafts) in enumerate(rows):
-        if matcher is None:
-            continue
-        if drafts and not divides:
-            windows.append((matcher.matcher, row * height, list(drafts)))
-        else:
-            places = itertools.count(row * height)
-            plain += zip(matcher.after(drafts), places, strict=False)
-    if windows:
-        seconds = threads.fill(windows, flat)
-    if plain:
-        fill_next_token_bitmask_par(threads.pool(threads.most if divides else 1), plain, flat)
-    elapsed = time.perf_counter() - begin
-    for row, (matcher, drafts) in enumerate(rows):
-        if matcher is not None:
-            matcher.close(drafts, masks[row])
-            matcher.seconds = elapsed * min(threads_each, 1 + len(drafts)) if divides else seconds
-    if elapsed > _SLOW_CALL:
+    begin, threads = time.perf_counter(), matchers[0].threads
+    places = [(row, *pair) for row, pair in enumerate(rows) if pair[0] is not None]
+    costs = [matcher.seconds * (1 + len(drafts)) for _, matcher, drafts in places]
+    if threads.most // len(matchers) > 1 and max(costs) > _COSTLY:
+        divided = []
+        for row, matcher, drafts in places:
+            divided += zip(matcher.after(drafts), itertools.count(row * height), strict=False)
+        fill_next_token_bitmask_par(threads.pool(threads.most), divided, flat)
+        used = (time.perf_counter() - begin) * min(threads.most, len(divided))
+        total, even = sum(costs), used / len(divided)
+        for matcher in matchers:
+            matcher.seconds = matcher.seconds * used / total if total else even
+    else:
+        windows = [(one.matcher, row * height, list(drafts)) for row, one, drafts in places]
+        unknown = [place for place, one in enumerate(matchers) if not one.seconds]
+        for place, seconds in threads.fill(windows, flat, unknown).items():
+            matchers[place].seconds = seconds / (1 + len(windows[place][2]))
+    for row, matcher, drafts in places:
+        matcher.close(drafts, masks[row])
+    if time.perf_counter() - begin > _SLOW_CALL:
         for matcher in matchers:
             matcher.measure()
     return masks
@@ -120,7 +118,7 @@ class Matcher:
         self.num_words = num_words
         """Words of a mask."""
         self.seconds = 0.0
-        """Time of the last call of `masks_of`, as if each matcher had one thread."""
+        """Estimated processor time of one mask; 0 before the first call of `masks_of`."""
         self.lease: object = None
         """What must live as long as this matcher."""
         self._is_slow = False

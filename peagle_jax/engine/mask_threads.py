@@ -3,15 +3,21 @@
 import math
 import os
 import time
+from collections.abc import Sequence
 
 import llguidance
 import numpy as np
-from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
+from llguidance.numpy import (
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
 
 _SECONDS_A_THREAD = 0.001
 """Seconds of work for each thread. Waking a thread for less takes longer than it saves."""
 _SAMPLED_EVERY = 8
 """One in this many calls with several threads measures the masks of one request."""
+_LONG = 0.01
+"""Seconds of a call after which each request is measured: one of them may have become costly."""
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 Window = tuple[llguidance.LLMatcher, int, list[int]]
@@ -31,6 +37,7 @@ class MaskThreads:
         """Estimated time of the masks of one request in a call, on one thread."""
         self._pools: dict[int, llguidance.LLExecutor] = {}
         self._num_parallel = 0  # calls that took several threads
+        self._num_calls, self._measures_at = 0, 0  # the call that measures each request
 
     def pool(self, count: int) -> llguidance.LLExecutor:
         """A pool of `count` threads."""
@@ -46,32 +53,52 @@ class MaskThreads:
         wanted = max(1.0, num_requests * self.seconds_each / _SECONDS_A_THREAD)
         return min(1 << math.ceil(math.log2(wanted)), self.most)
 
-    def fill(self, windows: list[Window], masks: np.ndarray) -> float:
+    def fill(
+        self, windows: list[Window], masks: np.ndarray, unknown: Sequence[int] = ()
+    ) -> dict[int, float]:
         """Fills the rows of `windows` in `masks` [n, words] int32.
 
+        Args:
+          unknown: places in `windows` of requests that have not been measured.
+
         Returns:
-          Seconds of the masks of one request: on average, or with several threads an upper bound.
+          Processor time in seconds of the windows that were measured, by their place.
         """
+        self._num_calls += 1
         count, begin = self.count(len(windows)), time.perf_counter()
-        if count > 1:
+        alone = {*unknown}
+        if self._num_calls == self._measures_at:
+            alone = {*range(len(windows))}
+        elif count > 1:
             self._num_parallel += 1
             turn, rest = divmod(self._num_parallel, _SAMPLED_EVERY)
-            if (
-                rest == 0
-            ):  # the time of a call on several threads does not give the time of one request
-                place = turn % len(windows)
-                self._measure(windows[place], masks)
-                windows = windows[:place] + windows[place + 1 :]
-        fill_next_token_bitmask_par_with_draft_tokens(self.pool(count), windows, masks)
-        seconds = time.perf_counter() - begin
+            if rest == 0:  # the time of a call on several threads does not give that of one request
+                alone.add(turn % len(windows))
+        seconds = {place: self._measure(windows[place], masks) for place in sorted(alone)}
+        others = [window for place, window in enumerate(windows) if place not in alone]
+        if others:
+            self._fill(count, others, masks)
+        elapsed = time.perf_counter() - begin
         if count == 1:
-            seconds = self.seconds_each = seconds / len(windows)
+            self.seconds_each = elapsed / len(windows)
+        else:
+            for one in seconds.values():
+                self.seconds_each += (one - self.seconds_each) / 4
+        if elapsed > _LONG and self._num_calls >= self._measures_at + _SAMPLED_EVERY:
+            self._measures_at = self._num_calls + 1
         return seconds
 
-    def _measure(self, window: Window, masks: np.ndarray) -> None:
-        """Fills the rows of one request in this thread, and changes the estimate by its processor
-        time."""
+    def _measure(self, window: Window, masks: np.ndarray) -> float:
+        """Fills the rows of one request in this thread; returns the processor time."""
         begin = time.thread_time()
         # llguidance computes a single window in the thread of its caller.
-        fill_next_token_bitmask_par_with_draft_tokens(self.pool(1), [window], masks)
-        self.seconds_each += (time.thread_time() - begin - self.seconds_each) / 4
+        self._fill(1, [window], masks)
+        return time.thread_time() - begin
+
+    def _fill(self, count: int, windows: list[Window], masks: np.ndarray) -> None:
+        drafted = [window for window in windows if window[2]]
+        plain = [window[:2] for window in windows if not window[2]]
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self.pool(count), drafted, masks)
+        if plain:  # the other function takes no window without drafts
+            fill_next_token_bitmask_par(self.pool(count), plain, masks)

@@ -18,6 +18,7 @@ from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall, RoundShape
 from peagle_jax.engine.commits import Commits
 from peagle_jax.engine.controls import controls_of
 from peagle_jax.engine.integrity import check_requests
+from peagle_jax.engine.mask_turns import MaskTurns
 from peagle_jax.engine.prefill_shapes import PrefillShape, prefill_shapes
 from peagle_jax.engine.request import Request, RequestState
 
@@ -53,6 +54,7 @@ class Scheduler(Commits):
         thread."""
         self._last_decode: tuple[DecodeCall | None, object] = None, None
         """The last round, and `num_changes` of the reservation at that time."""
+        self._mask_turns = MaskTurns()
         self._numbers = itertools.count()
         self.num_preemptions = 0
         self._refused: tuple[Request, int] | None = None
@@ -136,14 +138,10 @@ class Scheduler(Commits):
         check_requests(self.waiting, self.active, self.config)
 
     def _plan_decode(self) -> DecodeCall | None:
-        rows, holds = [], self._holds_constrained()
-        for request in list(self.active):
+        rows = []
+        for request in self._decodable():
             # Skip requests of this snapshot that `_reserve` has just preempted: they are WAITING.
-            if request.state is not RequestState.RUNNING or self._is_ending(request):
-                continue
-            if request.matcher is not None and (holds or request.unread_drafts):
-                continue
-            if self._reserve(request):
+            if request.state is RequestState.RUNNING and self._reserve(request):
                 rows.append(request)
         if not rows:
             return None
@@ -153,6 +151,24 @@ class Scheduler(Commits):
             request.unread_drafts += call.repeat
             request.pending = self.config.num_made(call.num_draft)
         return call
+
+    def _decodable(self) -> list[Request]:
+        """The requests of the next round, if there are pages for them."""
+        holds = self._holds_constrained()
+        rows = [
+            request
+            for request in self.active
+            if request.state is RequestState.RUNNING and not self._is_ending(request)
+            if request.matcher is None or not (holds or request.unread_drafts)
+        ]
+        constrained = [request for request in rows if request.matcher is not None]
+        if not constrained:
+            return rows
+        has_others = len(constrained) < len(rows)
+        chosen = self._mask_turns.choose(
+            constrained, num_draft=self.config.most_drafts, has_others=has_others
+        )
+        return [request for request in rows if request.matcher is None or request in chosen]
 
     def _build_decode(self, rows: list[Request]) -> DecodeCall:
         """A round for `rows`: the last one again, if it is the same, so that no plan is packed or

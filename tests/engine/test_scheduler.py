@@ -360,6 +360,7 @@ def test_text_keeps_the_token_that_ends_it(fields, kept, reason, stop):
 HOST_SIDE = {
     "__init__",
     "integrity",
+    "mask_turns",
     "request",
     "pages",
     "calls",
