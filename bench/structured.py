@@ -36,6 +36,8 @@ SCHEMAS = (
     {"type": "array", "items": {"enum": ["low", "medium", "high"]}, "minItems": 3, "maxItems": 6},
 )  # fmt: skip
 _PROMPT = "value = json.loads("
+ENDS = {"a flag and a choice": _closed(ok={"type": "boolean"}, kind={"enum": ["a", "b"]}), "a person": SCHEMAS[0], "a list of items": SCHEMAS[2]}  # fmt: skip
+_SPACES = {"by default": None, "without bound": "[ \\n\\r\\t]*"}
 MODES = ("free", "masks", "forced")
 
 
@@ -74,6 +76,51 @@ def structured(options: Options, environment: dict) -> list[dict]:
             done.append(rows.rounded(row | environment))
             rows.append(options.out, done[-1])
     return done
+
+
+def ends(options: Options, environment: dict) -> list[dict]:
+    """Counts the texts of `ENDS` that `max_tokens` ends; appends a row each to `options.out`, and returns the rows."""
+    models, done = Models.load(options), []
+    size = max(options.concurrency)
+    config = CellsConfig(
+        concurrencies=(size,), max_num_seqs=size, max_model_len=options.max_model_len
+    )
+    for method, num_draft in models.variants(options):
+        engine = models.engine(method, num_draft, config)
+        warm_up(engine, f"{method} K={num_draft}")
+        for name, schema in ENDS.items():
+            for temperature in (0.0, 1.0):
+                for spaces, pattern in _SPACES.items():
+                    constraint = Structured.json_schema(schema, pattern)
+                    row = dict(kind="structured-ends", model=models.name, method=method)
+                    row |= dict(num_draft=num_draft, schema=name, temperature=temperature)
+                    row |= dict(spaces=spaces, max_tokens=options.max_tokens, texts=options.samples)
+                    row |= _ends(engine, constraint, temperature, options)
+                    done.append(row | environment)
+                    rows.append(options.out, done[-1])
+    return done
+
+
+def _ends(engine: Engine, constraint: Structured, temperature: float, options: Options) -> dict:
+    """Texts that `max_tokens` ended, of `options.samples` prompts and seeds."""
+    params = [
+        SamplingParams(
+            max_tokens=options.max_tokens, temperature=temperature, seed=seed, structured=constraint
+        )
+        for seed in range(options.samples)
+    ]
+    prompts = [f"record_{number} = json.loads(" for number in range(options.samples)]
+    texts = engine.generate(prompts, params)
+    return dict(
+        cut=sum(one.finish_reason == "length" for one in texts),
+        tokens=sum(len(one.tokens) for one in texts),
+    )
+
+
+def ends_table(some: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines."""
+    names = ("method", "num_draft", "schema", "temperature", "spaces", "texts", "cut")
+    return list(names), [[str(row[name]) for name in names] for row in some]
 
 
 def _write(engine: Engine, mode: str, size: int, options: Options) -> dict:

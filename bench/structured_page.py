@@ -55,6 +55,21 @@ def masks_table(measured: Sequence[dict]) -> str:
     return f"{labels.markdown(header, lines)}\n\n{labels.provenance(list(measured))}"
 
 
+def ends_table(measured: Sequence[dict]) -> str:
+    """One line per model, schema and temperature: the share of texts that `max_tokens` ended, by white space."""
+    spaces = list(dict.fromkeys(row["spaces"] for row in measured))
+    line = lambda row: (_subject(row), row["schema"], row["temperature"])
+    cells = {(*line(row), row["spaces"]): row for row in measured}
+    share = lambda row: "" if row is None else f"{row['cut']} of {row['texts']}"
+    lines = [
+        [*map(str, one), *(share(cells.get((*one, name))) for name in spaces)]
+        for one in dict.fromkeys(map(line, measured))
+    ]
+    header = ["", "schema", "temperature", *(f"white space {name}" for name in spaces)]
+    tokens = labels.listed(list(measured), "max_tokens")
+    return f"{labels.markdown(header, lines)}\n\nAt most {tokens} tokens; {labels.provenance(list(measured))}"
+
+
 def _waiting(row: dict | None) -> str:
     parts = {} if row is None else row.get("us_parts", {})
     return f"{parts['fetch'] / 1e3:.2f}" if parts else ""

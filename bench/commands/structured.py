@@ -26,6 +26,12 @@ class Options(ModelOptions):
     repeats: int = option(
         "times that each schema is written", default=2, type=positive, metavar="N"
     )
+    samples: int | None = option(
+        "count the texts that --max-tokens ends instead: N of each of three schemas, at temperature 0 and 1",
+        default=None,
+        type=positive,
+        metavar="N",
+    )
     max_model_len: int = option(
         "most tokens of a prompt and its output together", default=512, type=positive, metavar="N"
     )
@@ -35,6 +41,9 @@ class Options(ModelOptions):
 def run(options: Options) -> int:
     from bench import structured
 
+    if options.samples:
+        show(*structured.ends_table(structured.ends(options, options.environment())), options.out)
+        return 0
     rows = structured.structured(options, options.environment())
     show(*structured.table(rows), options.out)
     return 0
@@ -43,7 +52,11 @@ def run(options: Options) -> int:
 COMMAND = Command(
     name="structured",
     summary="what JSON schemas cost a round, and whether forced tokens help as drafts",
-    examples=("structured --concurrency 1,8", "structured --methods none,peagle -K 3,7"),
+    examples=(
+        "structured --concurrency 1,8",
+        "structured --methods none,peagle -K 3,7",
+        "structured --samples 100 --max-tokens 256",
+    ),
     description="""
 Writes texts of six JSON schemas greedily. A row belongs to a batch size and a mode: "free" has no constraint,
 "masks" has the constraint without forced drafts, "forced" is what the server does. It has the time of a round, the

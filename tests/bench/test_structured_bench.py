@@ -5,6 +5,7 @@ import pytest
 from bench import structured
 from bench.commands.structured import Options
 from peagle_jax import Engine
+from peagle_jax.structured import Structured
 from tests import tiny
 from tests.json_vocabulary import END, json_tokenizer
 from tests.programs import OneBucketConfig
@@ -45,6 +46,15 @@ def test_masks_are_timed_along_the_texts(engine):
     assert row["vocab_size"] == 128
     assert 0 < row["masks_ms"] <= row["masks_ms_max"]
     assert row["compile_ms"] > 0
+
+
+def test_texts_that_the_length_ends_are_counted(engine):
+    options = Options(max_tokens=24, samples=3)
+    short = Structured.json_schema({"type": "boolean"})
+    assert structured._ends(engine, short, 1.0, options)["cut"] == 0
+    endless = Structured.json_schema({"type": "array", "minItems": 30})
+    found = structured._ends(engine, endless, 0.0, options)
+    assert found == dict(cut=3, tokens=72)
 
 
 def test_the_table_has_a_line_for_each_row():

@@ -2,6 +2,25 @@
 
 from bench import structured_page
 
+
+def test_the_share_of_texts_that_are_cut_off_has_a_column_for_each_white_space():
+    row = dict(
+        model="m",
+        method="none",
+        num_draft=0,
+        device="cpu",
+        schema="s",
+        temperature=0.0,
+        texts=9,
+        max_tokens=5,
+    )
+    row |= dict(date="2026-01-01", jax="1", sha="abc")
+    bounded, free = row | dict(spaces="bounded", cut=0), row | dict(spaces="free", cut=4)
+    lines = structured_page.ends_table([bounded, free]).splitlines()
+    assert lines[0].endswith("| white space bounded | white space free |")
+    assert lines[2].endswith("| s | 0.0 | 0 of 9 | 4 of 9 |")
+
+
 COMMON = dict(device="H200", date="2026-11-23T00:00:00Z", jax="0.11", sha="abc")
 
 
