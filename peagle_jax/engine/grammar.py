@@ -103,8 +103,8 @@ class Matcher:
     """State of one request's text in its grammar. Made by `Grammars`.
 
     Args:
-      beginning: at the beginning of the text; the sequences of a request share it. It is copied at the first use, so one
-        that waits holds no memory of its own.
+      beginning: at the beginning of the text; the sequences of a request share it. It is copied at
+        the first use, so one that waits holds no memory of its own.
     """
 
     def __init__(

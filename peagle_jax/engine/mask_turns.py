@@ -1,4 +1,4 @@
-"""Which constrained requests go in a round, so that costly masks do not hold up the requests of others."""
+"""Which constrained requests go in a round, so that costly masks hold up no others for long."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,15 @@ from peagle_jax.engine.pages import Salt
 from peagle_jax.engine.request import Request
 
 SECONDS = 0.01
-"""Longest time of all cores for the masks of a round that others wait for: about a round of a large model. One request
-whose masks take longer may come on top."""
+"""Longest time of all cores for the masks of a round that others wait for: about a round of a large
+model. One request whose masks take longer may come on top."""
 
 
 class MaskTurns:
-    """Divides the time for masks among callers: each has its share of every round, and saves it for costly requests.
+    """Divides the time for masks among callers: each has its share of every round, and saves it for
+    costly requests.
 
-    A request that sits out loses nothing but time: its text does not depend on who else is in a round.
+    A request that sits out loses only time: its text does not depend on who else is in a round.
     """
 
     def __init__(self):

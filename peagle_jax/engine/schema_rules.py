@@ -5,7 +5,7 @@ numbers         llguidance holds float64, and reads some decimals a unit beside 
 minProperties   a free key (of `additionalProperties` or `patternProperties`) may be written twice
 named keys      a free key may spell the name of another with escapes: {"a": 1, "\\u0061": 2}
 optional keys   objects with very many exceed a limit of the parser, and only when a text is written
-formats         llguidance admits a 29 February of any year, leap seconds, "z" and "t", and hosts that validators refuse
+formats         llguidance admits dates, times and hosts that validators refuse
 """
 
 import itertools
@@ -30,14 +30,16 @@ _VALUES = ("const", "enum", "default", "examples")
 _ESCAPES = 'nrbtf\\"'
 """Escapes of texts and keys in a schema whose free keys could be named ones: all but \\u."""
 SPACING = {"whitespace_pattern": " "}
-"""At most one space between two tokens of JSON. Without a bound some models write white space without end."""
+"""At most one space between two tokens of JSON. Without a bound some models write white space
+without end."""
 _SPACES = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
 _DATE = (
     "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)-"  # of a year above 0000
     "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
     "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29"
 )
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_MINUTES = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_MINUTES}:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+-]{_MINUTES})"
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,%d}[a-zA-Z0-9])?"
 _ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
 _LOCAL = rf"{_ATOM}{{1,64}}|{_ATOM}{{1,20}}(?:\.{_ATOM}{{1,20}}){{1,2}}"
@@ -53,7 +55,8 @@ _FORMATS = {
 
 
 def enforceable(schema: dict | bool) -> dict | bool:
-    """The schema as llguidance enforces all of it, with `SPACING` unless it has options of its own. Formats in it change.
+    """The schema as llguidance enforces all of it, with `SPACING` unless it says otherwise. Formats
+    in it change.
 
     Raises:
       ConfigError: a part of it cannot be enforced. The message has its place; `field` is
