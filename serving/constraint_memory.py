@@ -1,4 +1,5 @@
-"""Memory of compiled constraints: what one takes, and what those of all open requests take in the engine's process."""
+"""Memory of compiled constraints: what one takes, and what those of all open requests take in the
+engine's process."""
 
 import ctypes
 import threading
@@ -6,7 +7,8 @@ import weakref
 from collections import Counter
 
 _TOTAL = 512 << 20
-"""Bytes of all of them; of one caller half. Most take 0.1 MB, those with thousands of names 5 to 16."""
+"""Bytes of all of them; of one caller half. Most take 0.1 MB, those with thousands of names 5 to
+16."""
 
 
 class ConstraintsFull(RuntimeError):

@@ -2,7 +2,8 @@
 
     python -m serving.grammar_process
     stdin:  one JSON object per line: a `Vocabulary`, then constraints {"kind", "text", "around", "frame"}
-    stdout: one JSON object per constraint: {"definition", "memory": bytes that it takes compiled} or {"error": ...}
+    stdout: one JSON object per constraint: {"definition", "memory"}, or {"error"}; memory is the
+            bytes that it takes compiled
 
 The process leaves the processor to others. A constraint that exceeds a limit ends the process; its parent starts another (`grammar_checker`). The server compiles a
 constraint that passes again, which takes the same time.
