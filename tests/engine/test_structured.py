@@ -25,7 +25,7 @@ SIZES = dict(
 )  # fmt: skip
 NUM_PAGES = 45  # little more than one longest request: the younger are preempted
 PROMPTS = [
-    np.random.default_rng(i).integers(0, 95, n).tolist() for i, n in enumerate((1, 5, 17, 30))
+    np.random.default_rng(i).integers(0, 95, n).tolist() for i, n in enumerate((1, 5, 40, 70))
 ]
 SCHEMAS = (
     {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"], "additionalProperties": False},
