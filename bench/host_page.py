@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Sequence
 
 from bench import labels
-from peagle_jax.runs import METHOD_NAMES
 
+_METHODS = ("none", "eagle3", "peagle")
 _PARTS = ("schedule", "plan", "call", "output", "fetch", "commit")
 
 
@@ -46,7 +46,7 @@ def methods_table(measured: Sequence[dict]) -> str:
     lines = []
     for size in sorted({row["concurrency"] for row in measured}):
         speeds, rounds = (
-            {method: _spread(cells.get((method, size)), name, factor) for method in METHOD_NAMES}
+            {method: _spread(cells.get((method, size)), name, factor) for method in _METHODS}
             for name, factor in (
                 ("tokens_per_second_of_repeats", 1.0),
                 ("ms_per_round_of_repeats", 1e3),
@@ -55,9 +55,9 @@ def methods_table(measured: Sequence[dict]) -> str:
         lines.append(
             [
                 str(size),
-                *(speeds[method] for method in METHOD_NAMES),
+                *(speeds[method] for method in _METHODS),
                 _ratio(cells, size, "tokens_per_second_of_repeats"),
-                *(rounds[method] for method in METHOD_NAMES if method != "none"),
+                *(rounds[method] for method in _METHODS if method != "none"),
                 _ratio(cells, size, "ms_per_round_of_repeats"),
             ]
         )

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 import multiprocessing
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ Protocol = Literal["grpc", "http"]
 PROTOCOLS: tuple[Protocol, ...] = ("grpc", "http")
 _CHANNEL = [("grpc.max_receive_message_length", -1)]
 _POLL = 1.0  # seconds between two calls of `on_second`
+_USAGE = re.compile(rb'"usage": ?{')  # null in all chunks but the last
 _LOST = "LOST"  # status of a request whose connection ended
 _GONE = (_LOST, "UNAVAILABLE")  # statuses of a server that has ended
 
@@ -321,7 +323,7 @@ class _HttpConnection(asyncio.Protocol):
                 outcome.code = outcome.code or "OK"
             elif content.startswith(b'{"error"'):
                 outcome.code = "ERROR"
-            elif b'"usage"' in content:
+            elif _USAGE.search(content):
                 _read_usage(outcome, json.loads(content))
             else:
                 has_tokens = True
