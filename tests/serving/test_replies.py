@@ -386,7 +386,7 @@ def test_a_pattern_of_a_template_that_takes_for_ever_makes_the_reply_text(tmp_pa
     field = {"open_pattern": "(?:a|aa|aaa)+b", "close": "]]"}
     template = {"start_anchor": "|", "fields": {"reasoning_content": field, "content": {}}}
     own = make_tokenizer(tmp_path, QWEN, response_template=template)
-    new_parser = Replies(own).parsers(Reply(own.encode("x|"), (), True))
+    new_parser = Replies(own).parsers(Reply(own.encode("x|"), True))
     for reply in ("a" * 3000 + "c", "aab" + "Hm]]Hi"):
         parser = new_parser()
         parts = [parser.add([token]) for token in own.encode(reply)]
