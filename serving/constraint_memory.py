@@ -4,7 +4,7 @@ engine's process."""
 import ctypes
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 
 _TOTAL = 512 << 20
 """Bytes of all of them; of one caller half. Most take 0.1 MB, those with thousands of names 5 to
@@ -30,6 +30,9 @@ class ConstraintMemory:
         self._total, self._lock = total, threading.Lock()
         self._held: Counter[str] = Counter()
         """Bytes by caller."""
+        self._freed: deque[tuple[str, int]] = deque()
+        """Leases that are gone. The collector of garbage may end one while this thread holds the lock, so their end
+        takes no lock."""
 
     def lease(self, origin: str, size: int) -> Lease:
         """Takes `size` bytes for a caller, before its constraint is compiled.
@@ -38,6 +41,7 @@ class ConstraintMemory:
           ConstraintsFull: not so many are left.
         """
         with self._lock:
+            self._settle()
             if self._held[origin] + size > self._total // 2:
                 raise ConstraintsFull(
                     "the constraints of this client's open requests take too much memory"
@@ -46,13 +50,14 @@ class ConstraintMemory:
                 raise ConstraintsFull("the constraints of open requests take too much memory")
             self._held[origin] += size
         lease = Lease()
-        weakref.finalize(lease, self._free, origin, size).atexit = False
+        weakref.finalize(lease, self._freed.append, (origin, size)).atexit = False
         return lease
 
-    def _free(self, origin: str, size: int) -> None:
-        with self._lock:
+    def _settle(self) -> None:
+        while self._freed:
+            origin, size = self._freed.popleft()
             self._held[origin] -= size
-            self._held += Counter()  # drops callers that hold nothing
+        self._held += Counter()  # drops callers that hold nothing
 
 
 class _Counts(ctypes.Structure):

@@ -295,6 +295,8 @@ class Hub:
             if not isinstance(error, ConfigError | ConstraintsFull):
                 _log.exception("a constraint cannot be compiled")
                 answer = RuntimeError(repr(error))
+            else:  # without its frames, which hold the constraint's lease
+                answer = error.with_traceback(None)
         peer.send(encode(("answer", call, answer)))
 
     def _lose(self, peer: _Peer) -> None:

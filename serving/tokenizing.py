@@ -202,6 +202,8 @@ def _without_loss(
     later = [one.get("role") in ("system", "developer") for one in messages[1:]]
     try:
         text = render(list(messages))
+    except UnavailableError:  # the renderer was ended: another one would take as long
+        raise
     except ConfigError:
         if not any(later):
             raise

@@ -101,7 +101,7 @@ def write(folder: Path, options: AnswerOptions, out: Path, *, dtype: str) -> Non
     )
     split = _split(rows, options)
     out.mkdir(parents=True, exist_ok=True)
-    _claim(out / "request.json", options, rows)
+    _claim(out / "request.json", options, rows, _identity(folder, dtype))
     if (out / "train.npz").exists():
         return
     sizes = dict(concurrency=options.concurrency, length=options.length)
@@ -118,14 +118,22 @@ def write(folder: Path, options: AnswerOptions, out: Path, *, dtype: str) -> Non
     _save(out / "train.npz", rows_of_texts, options.length)
 
 
-def _claim(path: Path, options: AnswerOptions, rows: list[chats.Row]) -> None:
-    """Refuses a folder with the answers of another request."""
+def _identity(folder: Path, dtype: str) -> list:
+    """What tells a target from another: its dtype, its configuration, and its files of weights."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    config = (Path(folder) / "config.json").read_bytes()
+    digest = hashlib.sha256(config).hexdigest()
+    return [dtype, digest, [[file.name, file.stat().st_size] for file in files]]
+
+
+def _claim(path: Path, options: AnswerOptions, rows: list[chats.Row], target: list) -> None:
+    """Refuses a folder with the answers of another request or target."""
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
-    asked = asdict(options) | dict(prompts=digest, concurrency=None)
+    asked = asdict(options) | dict(prompts=digest, target=target, concurrency=None)
     asked = json.dumps(asked, default=str)
     if path.exists() and path.read_text() != asked:
         raise ConfigError(
-            f"{path.parent} has answers to other prompts or options; remove it or choose another --out"
+            f"{path.parent} has answers of another model, or to other prompts or options; remove it or choose another --out"
         )
     write_whole(path, asked)
 

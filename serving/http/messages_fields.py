@@ -253,7 +253,7 @@ class PromptFields(Fields):
                 continue
             some = _of_user(message.content, field)
             if message.role == "system":
-                some = [one | {"role": "system"} for one in some]
+                some = [one | {"role": "system"} if one["role"] == "user" else one for one in some]
             messages += some
         if self.context_management is not None:
             _clear_thinking(messages, self.context_management.turns_with_thinking())

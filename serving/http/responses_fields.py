@@ -262,11 +262,17 @@ def _response_format(given: dict[str, object]) -> dict[str, object]:
 def _choice(given: object) -> object:
     match given:
         case {"type": "allowed_tools", "tools": list(listed)}:
-            functions = [one for one in map(_choice, listed) if one.get("type") == "function"]
+            functions = [
+                one
+                for one in map(_choice, listed)
+                if not isinstance(one, dict) or one.get("type") == "function"
+            ]
             allowed = {"mode": given.get("mode"), "tools": functions}
             return {"type": "allowed_tools", "allowed_tools": allowed}
         case dict():
-            name = joined_name(given.get("namespace"), given.get("name"))
+            name, namespace = given.get("name"), given.get("namespace")
+            if isinstance(name, str) and isinstance(namespace, str):
+                name = joined_name(namespace, name)
             return {"type": given.get("type"), "function": {"name": name}}
     return given
 

@@ -468,3 +468,11 @@ def test_half_of_a_surrogate_pair_is_named(engine, kind):
 def test_a_schema_that_is_too_long_is_refused_before_it_is_parsed():
     with pytest.raises(ConfigError, match="characters are more than"):
         Structured.json_schema("[" * (1 << 20))
+
+
+def test_a_lease_may_end_while_the_same_thread_counts():
+    memory = ConstraintMemory(200)
+    lease = memory.lease("a", 100)
+    with memory._lock:  # as a collection of garbage within the count would end it
+        del lease
+    assert memory.lease("a", 100)

@@ -367,6 +367,17 @@ def test_only_allowed_tools_are_in_the_prompt(scripted, post):
     assert answer.json()["error"]["message"] == "tool_choice: there is no tool 'missing'"
 
 
+def test_malformed_choices_of_tools_are_refused(post):
+    tools = [{"type": "function", **READ_TOOL}]
+    for choice in (
+        {"type": "allowed_tools", "mode": "auto", "tools": ["f"]},
+        {"type": "function", "namespace": 5, "name": "missing"},
+    ):
+        answer = post("/v1/responses", input="a", tools=tools, tool_choice=choice)
+        assert answer.status_code == 400, choice
+        assert answer.json()["error"]["message"].startswith("tool_choice")
+
+
 def test_custom_tools_are_refused_by_name(post):
     custom = {"type": "custom", "name": "patch", "custom": {"name": "patch"}}
     for path in ("/v1/chat/completions", "/v1/responses"):

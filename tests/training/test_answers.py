@@ -201,7 +201,7 @@ def test_prompts_become_a_head_that_is_lossless_and_a_killed_run_goes_on(folder,
         assert drafted.drafted > 0
     with pytest.raises(SystemExit):
         command.main([*line, "--max-tokens", "13"])
-    assert "answers to other prompts or options" in capsys.readouterr().err
+    assert "answers of another model, or to other prompts or options" in capsys.readouterr().err
 
 
 def test_a_plan_needs_no_weights(capsys):

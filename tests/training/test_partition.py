@@ -55,7 +55,7 @@ def _loss_and_gradients(segments: int, fields=()):
     target, text = tiny.target(), _text(24)
     params, merge = split_model(tiny.head(sliding_windows=(None, 9)))
     options = _options(segments=segments, **dict(fields))
-    loss = partial(drafter.head_loss, merge, {}, tiny.HEAD.taps, options)
+    loss = partial(drafter.head_loss, merge, tiny.HEAD.taps, options)
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     return jax.device_get(step(params, target, text, jax.random.key(3)))
 
@@ -98,7 +98,7 @@ def test_pieces_take_no_more_memory_than_their_context():
 
     def temporary_bytes(**fields):
         options = _options(rate=0.8, loss_chunk=256, **fields)
-        loss = partial(drafter.head_loss, merge, {}, tiny.HEAD.taps, options)
+        loss = partial(drafter.head_loss, merge, tiny.HEAD.taps, options)
         step = jax.jit(jax.value_and_grad(loss, has_aux=True))
         compiled = step.lower(params, tiny.target(), text, jax.random.key(0)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
