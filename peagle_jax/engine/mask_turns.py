@@ -36,19 +36,24 @@ class MaskTurns:
         """
         costs = {r.number: r.matcher.seconds * (1 + min(num_draft, r.num_draft)) for r in requests}
         limit = SECONDS * requests[0].matcher.threads.most
-        callers = {request.salt for request in requests}
+        callers = {_caller(request) for request in requests}
         if sum(costs.values()) <= limit or not (has_others or len(callers) > 1):
             return requests
         self._num_rounds += 1
         self._last = {r.number: self._last.get(r.number, 0) for r in requests}
-        most = {salt: max(costs[r.number] for r in requests if r.salt == salt) for salt in callers}
+        most = {
+            caller: max(costs[r.number] for r in requests if _caller(r) == caller)
+            for caller in callers
+        }
         self._credit = {
-            salt: min(self._credit.get(salt, 0.0) + limit / len(callers), max(limit, most[salt]))
-            for salt in callers
+            caller: min(
+                self._credit.get(caller, 0.0) + limit / len(callers), max(limit, most[caller])
+            )
+            for caller in callers
         }
         chosen = self._affordable(requests, costs, limit)
         for request in chosen:
-            self._credit[request.salt] -= costs[request.number]
+            self._credit[_caller(request)] -= costs[request.number]
             self._last[request.number] = self._num_rounds
         return [request for request in requests if request in chosen]
 
@@ -62,10 +67,15 @@ class MaskTurns:
         for request in order:
             cost = costs[request.number]
             fits = not has_large if cost > limit else cost <= left
-            if not fits or cost > credit[request.salt]:
+            if not fits or cost > credit[_caller(request)]:
                 continue
             chosen.append(request)
-            credit[request.salt] -= cost
+            credit[_caller(request)] -= cost
             has_large |= cost > limit
             left -= cost if cost <= limit else 0.0
         return chosen or order[:1]
+
+
+def _caller(request: Request) -> Salt:
+    """Who asks: a salt's first part; a client chooses the others."""
+    return request.salt[:1]

@@ -36,7 +36,9 @@ def add(engine: FakeEngine, number: int, caller: str, cost: float | None) -> Req
         plain = matcher_of(GRAMMARS[4])
         matcher = _Costly(plain.matcher, MaskThreads(CORES), plain.eos_ids, plain.num_words)
         matcher.cost = cost
-    return engine.add([number], max_tokens=500, ignore_eos=True, salt=(caller,), matcher=matcher)
+    return engine.add(
+        [number], max_tokens=500, ignore_eos=True, salt=(caller, f"{number}"), matcher=matcher
+    )
 
 
 def rounds_of(requests: list[tuple[str, float | None]], steps: int = 60) -> tuple[Counter, float]:
