@@ -1,4 +1,5 @@
-"""Tools that Anthropic's clients run and declare by type only: its models know their schemas, others must be told."""
+"""Tools that Anthropic's clients run. A client declares such a tool by its type alone. Anthropic's models know the
+schemas; other models get them in the prompt."""
 
 
 def _schema(required: str, **properties: object) -> dict[str, object]:

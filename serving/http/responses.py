@@ -55,16 +55,10 @@ class Responses(Route[ResponsesFields]):
         return encode
 
 
-class CountInputTokens(Route[ResponsesFields]):
+class CountInputTokens(Responses):
     """`/v1/responses/input_tokens`: the tokens of a prompt; see `Route`."""
 
     path = "/v1/responses/input_tokens"
-    dialect = RESPONSES
-    fields = ResponsesFields
-
-    def __init__(self, frontend: Frontend):
-        super().__init__(frontend)
-        self._chat = Chat(frontend)
 
     def _prepare(self, fields: ResponsesFields, caller: Caller) -> Encode:
         talk = self._chat.converted(fields.as_chat(), caller, method=self.path, names=_SPELLING)
