@@ -16,11 +16,11 @@ from bench import rows
 from bench.commands.ablations import Options
 from bench.head_tables import drafts_of
 from bench.headroom import measure, stored_texts, summary
-from peagle_jax import runs
 from peagle_jax.checkpoint import load_target
+from peagle_jax.cli import runs
+from peagle_jax.cli.loading import embedded
 from peagle_jax.config import ConfigError
-from peagle_jax.draft_head import DraftHead
-from peagle_jax.loading import embedded
+from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.training.__main__ import run as train
 from peagle_jax.training.options import parser as training_parser
 from peagle_jax.training.trainer import cast, split_model

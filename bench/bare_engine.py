@@ -70,7 +70,7 @@ def measure(model: RandomModel, options: Sequence[str], cells: Sequence[Cell]) -
       options: of the server.
     """
     from bench.timing import drive
-    from peagle_jax import runs
+    from peagle_jax.cli import runs
     from serving.sources import resolve
 
     settings, _ = resolve(options)

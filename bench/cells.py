@@ -11,8 +11,8 @@ from bench.commands.decode_step import Options
 from bench.synthetic import accepted_by_text, drawn_acceptance, synthetic_acceptance
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.draft_schedule import adaptive_of
-from peagle_jax.step import AcceptRule
-from peagle_jax.verify import verify
+from peagle_jax.method.step import AcceptRule
+from peagle_jax.method.verify import verify
 
 _DEFAULT_K = 7
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peagle_jax import runs
+from peagle_jax.cli import runs
 from peagle_jax.config import ConfigError
-from peagle_jax.engine.calls import RoundShape
-from peagle_jax.engine.round_times import monotone
-from peagle_jax.engine.stored_times import read_times
+from peagle_jax.engine.device.stored_times import read_times
+from peagle_jax.engine.host.calls import RoundShape
+from peagle_jax.engine.host.round_times import monotone
 
 Times = Mapping[tuple[int, int], float]
 """Milliseconds per round by (concurrency, K)."""

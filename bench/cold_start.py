@@ -80,7 +80,7 @@ def first_token(request: dict) -> dict:
     from bench.cells import Variant
     from bench.decode_step import prompts_of
     from bench.random_models import Models
-    from peagle_jax import runs
+    from peagle_jax.cli import runs
     from peagle_jax.sampling_params import SamplingParams
 
     options, (method, num_draft) = Options.of(request["options"]), request["variant"]

@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from peagle_jax.command_line import positive
+from peagle_jax.cli.command_line import positive
+from peagle_jax.cli.model_folders import check_folders
 from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig
 from peagle_jax.draft_schedule import adaptive_of
-from peagle_jax.model_folders import check_folders
-from peagle_jax.presets import PRESETS
+from peagle_jax.models.presets import PRESETS
 
 RESULTS = Path(__file__).parent / "results"
 PRESET_SUFFIX = "-fp8"  # suffix of presets with fp8 linear layers
@@ -201,7 +201,7 @@ class RowOptions(RowFileOptions):
     def environment(self) -> dict:
         """Fields that all rows of one command share. Also enables the compilation cache."""
         from bench import rows
-        from peagle_jax import runs
+        from peagle_jax.cli import runs
 
         environment = rows.environment(self.commit)
         if not self.no_cache:
@@ -418,7 +418,7 @@ def refuse_removed(parser: argparse.ArgumentParser, removed: Mapping[str, str]) 
 
 def show(header: list[str], lines: list[list[str]], out: Path, *, note: str = "") -> None:
     """Prints a table of the new rows, and the file that has them."""
-    from peagle_jax import runs
+    from peagle_jax.cli import runs
 
     print(runs.table(header, lines))
     print(f"{note}rows: {out}")

@@ -1,6 +1,6 @@
 """Compiles the programs of all cells of a command, or of several, side by side, onto disk (`--jobs`).
 
-Child processes make engines of shapes, without weights or caches (`peagle_jax.engine.compilation`); this process makes
+Child processes make engines of shapes, without weights or caches (`peagle_jax.engine.device.compilation`); this process makes
 none, which would take memory of the device. The measuring process loads the programs later.
 """
 
@@ -16,9 +16,9 @@ from bench.commands.decode_step import Options
 from bench.presets import preset
 from bench.progress import progress_bar
 from bench.random_models import Models
-from peagle_jax import runs
-from peagle_jax.engine.compilation import Progress, compile_missing
-from peagle_jax.engine.device_calls import Key, spelled
+from peagle_jax.cli import runs
+from peagle_jax.engine.device.compilation import Progress, compile_missing
+from peagle_jax.engine.device.device_calls import Key, spelled
 from peagle_jax.engine.engine import Engine
 
 

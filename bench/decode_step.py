@@ -27,10 +27,10 @@ from bench.presets import preset
 from bench.random_models import Models, models_of
 from bench.random_weights import num_bytes
 from bench.timing import dispatch_times, drive
-from peagle_jax import runs
+from peagle_jax.cli import runs
 from peagle_jax.config import ConfigError
+from peagle_jax.devices import own_devices
 from peagle_jax.engine.engine import Engine
-from peagle_jax.parallel.devices import own_devices
 from peagle_jax.sampling_params import SamplingParams
 
 _WARM_UP_TOKENS = 24

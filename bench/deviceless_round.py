@@ -38,18 +38,18 @@ from bench.command import (
 from bench.presets import preset
 from bench.random_weights import random_head, random_target
 from pallas_kernels import dispatch
-from peagle_jax import step
 from peagle_jax.config import EngineConfig
-from peagle_jax.drafter import make_drafter
-from peagle_jax.engine.calls import DecodeCall, RoundShape, idle_prefill
-from peagle_jax.engine.compiler_options import compiler_options
-from peagle_jax.engine.prefill_shapes import full_shape
-from peagle_jax.parallel.devices import Devices
+from peagle_jax.devices import Devices
+from peagle_jax.engine.device.compiler_options import compiler_options
+from peagle_jax.engine.host.calls import DecodeCall, RoundShape, idle_prefill
+from peagle_jax.engine.host.prefill_shapes import full_shape
+from peagle_jax.method import step
+from peagle_jax.method.drafter import make_drafter
+from peagle_jax.method.plan import DecodePlan, PrefillPlan, greedy_only, mask_words
+from peagle_jax.method.repeated_rounds import speculative_rounds
+from peagle_jax.models.quantized_activations import with_activations
+from peagle_jax.models.weight_order import order_weights
 from peagle_jax.parallel.mailboxes import DEFAULT_CHIPS
-from peagle_jax.plan import DecodePlan, PrefillPlan, greedy_only, mask_words
-from peagle_jax.quantized_activations import with_activations
-from peagle_jax.rounds import speculative_rounds
-from peagle_jax.weight_order import order_weights
 
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)", re.MULTILINE)
 _COLLECTIVE = re.compile(r"k(All|Collective|ReduceScatter|Send|Recv)\w*")

@@ -30,7 +30,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.specs import weight_of
 from pallas_kernels.device import TPU7X, V5E, V6E
 from pallas_kernels.moe.api import ExpertWeights, mixture
-from peagle_jax.engine import layouts
+from peagle_jax.engine.device import layouts
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 """Chip -> libtpu's name of its smallest host. One device of the host is compiled for."""
@@ -137,7 +137,7 @@ def compile_experts(name: str, rows: int, chip: str) -> Program:
 def compile_programs(names: Sequence[str], chip: str, made: Programs) -> Iterator[Program]:
     """The round, and the prefill if `names` has it, compiled for `chip` as the engine does.
 
-    The layouts of the weights are those that the round chose (`peagle_jax.engine.layouts`).
+    The layouts of the weights are those that the round chose (`peagle_jax.engine.device.layouts`).
 
     Raises:
       jax.errors.JaxRuntimeError: libtpu refuses it, for example because it does not fit into memory.

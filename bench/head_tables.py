@@ -1,7 +1,7 @@
 """Tables of models, heads and their training: bounds, options, the time of a step, empty answers."""
 
 from bench import labels
-from peagle_jax.runs import METHOD_NAMES
+from peagle_jax.cli.runs import METHOD_NAMES
 
 _TOPS = ("2", "4", "16")
 _OPTIONS_LEFT_OUT = ("--elements texts", "--method peagle")

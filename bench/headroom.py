@@ -19,9 +19,9 @@ from bench.commands.headroom import Options
 from bench.sweep import Models, check_rounds, prompt_set
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
-from peagle_jax import runs
+from peagle_jax.cli import runs
 from peagle_jax.config import EngineConfig
-from peagle_jax.draft_head import DraftHead
+from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.training.acceptance import (

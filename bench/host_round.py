@@ -32,8 +32,8 @@ from bench.command import (
 from bench.kernel_times import profile_rounds
 from bench.sweep import prompt_set
 from bench.timing import SETTLED, is_full
-from peagle_jax import runs
-from peagle_jax.engine import programs, transfer
+from peagle_jax.cli import runs
+from peagle_jax.engine.device import programs, transfer
 from peagle_jax.engine.engine import Engine
 from peagle_jax.sampling_params import SamplingParams
 

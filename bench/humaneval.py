@@ -14,7 +14,7 @@ from bench.commands.humaneval import Options
 from bench.rows import DATA
 from bench.sweep import Models, engines, sampling
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.engine.completion import Completion
+from peagle_jax.engine.host.completion import Completion
 
 _FILE = DATA / "HumanEval.jsonl"
 # Section 2.1 of the paper; a newline and no space after it end the function.

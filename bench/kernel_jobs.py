@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from bench.progress import progress_bar
-from peagle_jax.engine.compilation import CHILD_ENVIRONMENT
+from peagle_jax.engine.device.compilation import CHILD_ENVIRONMENT
 
 _log = logging.getLogger(__name__)
 _SECONDS = 60.0
@@ -232,7 +232,7 @@ def _cases(job: Job, measure: Callable) -> Iterator:
 
     from bench.kernels import rows_of
     from pallas_kernels.device import describe
-    from peagle_jax import runs
+    from peagle_jax.cli import runs
 
     runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
     yield from rows_of(job, describe(jax.devices()[0]), measure)

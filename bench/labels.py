@@ -1,6 +1,6 @@
 """Labels of rows in tables and plots: setting, method, commit."""
 
-from peagle_jax.runs import METHOD_NAMES
+from peagle_jax.cli.runs import METHOD_NAMES
 
 SETTING = ("device", "model", "dtype", "weights", "kv_cache_dtype", "activations", "temperature")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.host.stats import Acceptance
 from serving.protos import peagle_v1_pb2 as pb
 
 LATENCIES = ("ttft", "tpot", "e2e")

@@ -116,8 +116,8 @@ def loaded(folder: str, tensor_parallel: int, verify: bool) -> dict:
     import jax.numpy as jnp
 
     from peagle_jax.checkpoint import load_target
-    from peagle_jax.parallel.devices import Devices
-    from peagle_jax.weight_order import order_weights
+    from peagle_jax.devices import Devices
+    from peagle_jax.models.weight_order import order_weights
 
     jax.block_until_ready(jnp.zeros(8) + 1)
     devices = Devices(tensor_parallel)

@@ -32,12 +32,12 @@ from bench.random_models import Models, models_of
 from bench.random_times import RandomTimes
 from bench.timing import drive
 from bench.warm import WARM, warm_run
-from peagle_jax import runs
+from peagle_jax.cli import runs
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.draft_head import DraftHead
+from peagle_jax.devices import Devices
 from peagle_jax.engine.engine import Engine
+from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder
-from peagle_jax.parallel.devices import Devices
 from peagle_jax.parallel.shares import check_shares
 from peagle_jax.sampling_params import SamplingParams
 

@@ -25,9 +25,9 @@ from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
 from tqdm import tqdm
 
 from bench import rows
-from peagle_jax.engine.grammar import Matcher, definition, masks_of, new_matcher
-from peagle_jax.engine.mask_threads import MaskThreads, Window
-from peagle_jax.plan import mask_words
+from peagle_jax.engine.structured.grammar import Matcher, definition, masks_of, new_matcher
+from peagle_jax.engine.structured.mask_threads import MaskThreads, Window
+from peagle_jax.method.plan import mask_words
 from peagle_jax.structured import Structured
 
 _PIECE = re.compile(r" ?[A-Za-z]+|\d{1,3}|[^\w\s]{1,4}|\s+")

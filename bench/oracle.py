@@ -6,9 +6,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from peagle_jax.drafter import Drafter, DraftInputs
-from peagle_jax.engine.descriptions import source_digest
-from peagle_jax.sampling import accept_uniforms
+from peagle_jax.engine.device.program_descriptions import source_digest
+from peagle_jax.method.drafter import Drafter, DraftInputs
+from peagle_jax.method.sampling import accept_uniforms
 
 KNOWN = 0.7
 """Share of drafts that `Oracle` takes from the reference: AL 2.5 with K = 3 and 3.1 with K = 7."""

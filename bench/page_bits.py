@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.timing import drive
-from peagle_jax.cache import LayerCache, PageCache
 from peagle_jax.engine.engine import Engine
-from peagle_jax.engine.request import Request
+from peagle_jax.engine.host.request import Request
+from peagle_jax.models.cache import LayerCache, PageCache
 from peagle_jax.sampling_params import SamplingParams
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from bench import labels
 from bench.replicas import KEY as STEP_KEY
 from bench.replicas import gpus_of
+from peagle_jax.cli.runs import METHOD_NAMES
 from peagle_jax.config import ConfigError
-from peagle_jax.runs import METHOD_NAMES
 
 TEXTS_KEY = (
     "device", "model", "dtype", "weights", "activations", "layers", "set", "method", "num_speculative_tokens",

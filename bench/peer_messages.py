@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 
 from bench.command import positive
 from pallas_kernels.moe.api import Mixture
+from peagle_jax.devices import Devices, met
 from peagle_jax.parallel import partition
-from peagle_jax.parallel.devices import Devices, met
 from peagle_jax.parallel.partition import AXIS, Messages
 
 SPEC = PartitionSpec(AXIS)

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from peagle_jax.engine.calls import RoundShape
-from peagle_jax.engine.device_calls import Run
+from peagle_jax.engine.device.device_calls import Run
+from peagle_jax.engine.host.calls import RoundShape
 from serving.hosts import Fate
 from serving.rpc.follower import LeaderStream
 from serving.rpc.leader import Leader

@@ -13,7 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from bench import head_tables, headline, labels, load_page, served_page
-from peagle_jax.plotting import figure_with_panels
+from peagle_jax.cli.plotting import figure_with_panels
 
 _COLOURS = {"none": "black", "eagle3": "tab:blue", "peagle": "tab:orange"}
 _LOAD_COLOUR = "tab:green"

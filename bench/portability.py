@@ -22,8 +22,8 @@ from bench.random_weights import random_head
 from bench.roofline import Chip, Load, round_seconds
 from bench.sizes import USABLE, count
 from pallas_kernels.device import B200, CPU, H200, L4, RTX5090, TPU7X, V5E, V6E, Device
-from peagle_jax.cache import init_cache
 from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.models.cache import init_cache
 
 Check = Literal["measured", "compiled", "interpreted", "reference", "refused"]
 

@@ -16,8 +16,8 @@ from bench.progress import progress_bar, warm_up
 from bench.timing import Measurement, drive
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.engine import Engine
-from peagle_jax.engine.request import Request
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.host.request import Request
+from peagle_jax.engine.host.stats import Acceptance
 from peagle_jax.sampling_params import SamplingParams
 
 _NUM_WRITTEN = 4  # texts whose pages are compared

@@ -4,7 +4,7 @@ import sys
 
 from tqdm import tqdm
 
-from peagle_jax import runs
+from peagle_jax.cli import runs
 from peagle_jax.engine.engine import Engine
 
 _SECONDS = 5.0

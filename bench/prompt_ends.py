@@ -11,10 +11,10 @@ from bench.commands.prompt_ends import ENDS, Options
 from bench.sweep import Models, engines, sampling
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.engine import Engine
-from peagle_jax.prompts import read_text
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.structured import Structured
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.prompts import read_text
+from peagle_jax.text.tokenizer import Tokenizer
 
 _LEAST = 200
 """Characters before a cut, so that a prompt is never the head of a file alone."""

@@ -14,13 +14,13 @@ from bench.commands.decode_step import Options
 from bench.presets import Preset
 from bench.random_weights import random_head, random_target
 from bench.synthetic import Scattered
-from peagle_jax.draft_head import DraftHead
-from peagle_jax.drafter import Drafter, make_drafter
+from peagle_jax.devices import Devices
 from peagle_jax.engine.engine import Engine
+from peagle_jax.method.draft_head import DraftHead
+from peagle_jax.method.drafter import Drafter, make_drafter
+from peagle_jax.method.verify import verify
 from peagle_jax.models import Decoder
-from peagle_jax.parallel.devices import Devices
-from peagle_jax.verify import verify
-from peagle_jax.weight_order import order_weights
+from peagle_jax.models.weight_order import order_weights
 
 
 @dataclass(frozen=True, kw_only=True)

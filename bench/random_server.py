@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from bench.command import PRESET_SUFFIX, check_preset
 from peagle_jax.config import ConfigError
-from peagle_jax.presets import PRESETS
+from peagle_jax.models.presets import PRESETS
 from serving.settings import Settings
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def random_engine(model: RandomModel, settings: Settings) -> "Engine":
     from bench.presets import preset
     from bench.random_models import Models
     from bench.synthetic import Scattered, synthetic_acceptance
-    from peagle_jax.text import Tokenizer
-    from peagle_jax.weight_order import order_weights
+    from peagle_jax.models.weight_order import order_weights
+    from peagle_jax.text.tokenizer import Tokenizer
     from serving.engines import engine_of, sized_config
 
     for name in ("model", "drafter", "quantization"):

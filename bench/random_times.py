@@ -3,7 +3,7 @@
 import random
 from collections.abc import Collection
 
-from peagle_jax.engine.round_times import RoundTimes
+from peagle_jax.engine.host.round_times import RoundTimes
 
 
 class RandomTimes(RoundTimes):

@@ -17,10 +17,10 @@ from flax import nnx
 from bench.sizes import QUANTISED, Format
 from pallas_kernels.formats import BLOCK, GROUP
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
-from peagle_jax.draft_head import DraftHead
-from peagle_jax.layers import INIT_STD
+from peagle_jax.devices import ONE_DEVICE, Devices, local_modules
+from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder, build
-from peagle_jax.parallel.devices import ONE_DEVICE, Devices, local_modules
+from peagle_jax.models.layers import INIT_STD
 from peagle_jax.parallel.shares import check_shares
 
 FP8_SPREAD = 100.0

@@ -28,8 +28,8 @@ from bench import (
     structured_page,
     tried,
 )
+from peagle_jax.cli.runs import METHOD_NAMES
 from peagle_jax.config import ConfigError
-from peagle_jax.runs import METHOD_NAMES
 
 _KEY = (
     "kind", *labels.SETTING, "set", "method", "num_speculative_tokens", "synthetic_acceptance_length",

@@ -11,9 +11,9 @@ import jax
 from flax import nnx
 
 from peagle_jax.config import EngineConfig, TargetConfig
-from peagle_jax.engine.memory import ring_bytes
+from peagle_jax.engine.device.memory import ring_bytes
 from peagle_jax.models import build
-from peagle_jax.presets import PRESETS
+from peagle_jax.models.presets import PRESETS
 
 Format = Literal["bf16", "fp8", "mxfp4"]
 

@@ -10,12 +10,12 @@ from bench.commands.structured import Options
 from bench.host_round import Clock
 from bench.progress import progress_bar, warm_up
 from bench.sweep import Models
-from peagle_jax import runs
-from peagle_jax.engine import calls
+from peagle_jax.cli import runs
 from peagle_jax.engine.engine import Engine
-from peagle_jax.engine.grammar import Matcher, masks_of
-from peagle_jax.engine.request import Request
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.host import calls
+from peagle_jax.engine.host.request import Request
+from peagle_jax.engine.host.stats import Acceptance
+from peagle_jax.engine.structured.grammar import Matcher, masks_of
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.structured import Structured
 

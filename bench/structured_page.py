@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from bench import labels
-from peagle_jax.runs import METHOD_NAMES
+from peagle_jax.cli.runs import METHOD_NAMES
 
 MODES = ("free", "masks", "forced")
 

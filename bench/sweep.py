@@ -12,16 +12,16 @@ import jax
 from bench.command import ModelOptions, SweepOptions
 from bench.rows import DATA
 from pallas_kernels.formats import kind
-from peagle_jax import runs
+from peagle_jax.cli import runs
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.draft_head import DraftHead
-from peagle_jax.drafter import make_drafter
 from peagle_jax.engine.engine import Engine
-from peagle_jax.engine.rules import check_request
+from peagle_jax.engine.host.rules import check_request
+from peagle_jax.method.draft_head import DraftHead
+from peagle_jax.method.drafter import make_drafter
 from peagle_jax.models import Decoder
-from peagle_jax.prompts import find_runnable, read_jsonl, read_text
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.prompts import find_runnable, read_jsonl, read_text
+from peagle_jax.text.tokenizer import Tokenizer
 
 Prompts = list[str | list[int]]
 SETS = {"HumanEval": DATA / "HumanEval.jsonl", "MT-Bench": DATA / "mt_bench.jsonl"}

@@ -18,21 +18,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax.adjust import Adjustments
 from peagle_jax.config import ConfigError
-from peagle_jax.drafter import Drafter, DraftInputs
-from peagle_jax.engine.descriptions import source_digest
-from peagle_jax.plan import RequestParams
-from peagle_jax.sampling import accept_uniforms, request_keys
-from peagle_jax.step import AcceptRule
-from peagle_jax.verify import Verdict, verify
+from peagle_jax.engine.device.program_descriptions import source_digest
+from peagle_jax.method.adjust import Adjustments
+from peagle_jax.method.drafter import Drafter, DraftInputs
+from peagle_jax.method.plan import RequestParams
+from peagle_jax.method.sampling import accept_uniforms, request_keys
+from peagle_jax.method.step import AcceptRule
+from peagle_jax.method.verify import Verdict, verify
 
 _SOURCE = source_digest(__file__)
 _PLACE_STRIDE, _SLOT_STRIDE = 7919, 104729  # primes
 
 
 def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
-    """An acceptance rule for `peagle_jax.step`: accepts `length` - 1 drafts a round on average.
+    """An acceptance rule for `peagle_jax.method.step`: accepts `length` - 1 drafts a round on average.
 
     The engine's own rule runs too, so that its time is included. Only its token of the target is used,
     after the accepted drafts. No more than a request's own number of drafts is accepted.

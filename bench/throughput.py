@@ -15,7 +15,7 @@ from bench.commands.throughput import Options
 from bench.compile_cells import Work, compile_all
 from bench.sweep import Models, check_rounds, prompt_set, sampling
 from bench.timing import Measurement, drive
-from peagle_jax import runs
+from peagle_jax.cli import runs
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.engine import Engine
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.engine import Engine
-from peagle_jax.engine.request import Request, RequestState
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.host.request import Request, RequestState
+from peagle_jax.engine.host.stats import Acceptance
 from peagle_jax.sampling_params import SamplingParams
 
 SETTLED = 3  # rounds with the same full batch before one is timed: two are in flight

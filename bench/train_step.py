@@ -14,9 +14,9 @@ import numpy as np
 
 from bench import rows
 from bench.commands.train_step import FORMS, Options
-from peagle_jax import runs
 from peagle_jax.checkpoint.fields import read_config
-from peagle_jax.loading import embedded
+from peagle_jax.cli import runs
+from peagle_jax.cli.loading import embedded
 from peagle_jax.training.__main__ import drafter_run
 from peagle_jax.training.options import parser
 from peagle_jax.training.trainer import make_optimizer, make_step

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from bench.timing import Measurement, drive
 from peagle_jax.engine.engine import Engine
-from peagle_jax.engine.request import Request
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.host.request import Request
+from peagle_jax.engine.host.stats import Acceptance
 from peagle_jax.sampling_params import SamplingParams
 
 WARM = (

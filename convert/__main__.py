@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from convert.checks import check
-from peagle_jax.command_line import Parser, positive
+from peagle_jax.cli.command_line import Parser, positive
 from peagle_jax.config import ConfigError
 
 _DESCRIPTION = """\
@@ -354,7 +354,7 @@ def _export(args) -> int:
 
 def _dequantize(args) -> int:
     from convert.dequantize import write_dequantized
-    from peagle_jax.model_folders import local_folder
+    from peagle_jax.cli.model_folders import local_folder
 
     write_dequantized(local_folder(args.source), args.folder, args.dtype)
     print(f"{args.folder}: every weight in {args.dtype}, peak memory {_peak()}")
@@ -363,7 +363,7 @@ def _dequantize(args) -> int:
 
 def _synthetic(args) -> int:
     from convert.synthetic import SHARD_BYTES, with_layers, write_synthetic
-    from peagle_jax.presets import PRESETS
+    from peagle_jax.models.presets import PRESETS
 
     config = PRESETS[args.preset]
     if args.layers:

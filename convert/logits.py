@@ -24,7 +24,7 @@ from convert.source import Source
 from peagle_jax.checkpoint import Checkpoint, load_target
 from peagle_jax.checkpoint.layout import FP8
 from peagle_jax.checkpoint.safetensors import write
-from peagle_jax.layers import AttentionRows
+from peagle_jax.models.layers import AttentionRows
 
 
 class NotCompared(Exception):

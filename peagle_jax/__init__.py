@@ -1,13 +1,14 @@
 """P-EAGLE in JAX: lossless parallel speculative decoding. Start at `load`, then read `step`.
 
 Names are imported lazily, so that `peagle-generate --help` and its argument errors do not import jax.
-`peagle_jax.verify` is the module; the acceptance rule is `peagle_jax.verify.verify`.
+`peagle_jax.method.verify` is the module; the acceptance rule is `peagle_jax.method.verify.verify`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from peagle_jax.cli.loading import load
     from peagle_jax.config import (
         ConfigError,
         DrafterConfig,
@@ -15,11 +16,10 @@ if TYPE_CHECKING:
         RopeConfig,
         TargetConfig,
     )
-    from peagle_jax.engine.completion import Completion
     from peagle_jax.engine.engine import Engine
-    from peagle_jax.loading import load
+    from peagle_jax.engine.host.completion import Completion
+    from peagle_jax.method.step import prefill, speculative_step
     from peagle_jax.sampling_params import SamplingParams
-    from peagle_jax.step import prefill, speculative_step
 
 __all__ = [
     "Completion",

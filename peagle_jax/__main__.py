@@ -14,12 +14,13 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from peagle_jax.cli.model_folders import check_folders, check_head_is_given, local_folder
+from peagle_jax.cli.options import parser, read_structured, refuse_ineffective
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.draft_schedule import adaptive_or_default
-from peagle_jax.model_folders import check_folders, check_head_is_given, local_folder
-from peagle_jax.options import parser, read_structured, refuse_ineffective
-from peagle_jax.own_drafters import is_own, load_own
-from peagle_jax.prompts import (
+from peagle_jax.method.own_drafters import is_own, load_own
+from peagle_jax.sampling_params import SamplingParams
+from peagle_jax.text.prompts import (
     Prompt,
     find_runnable,
     from_arguments,
@@ -27,7 +28,6 @@ from peagle_jax.prompts import (
     greedy,
     read_jsonl,
 )
-from peagle_jax.sampling_params import SamplingParams
 
 INCOMPLETE = 3
 """Exit code of a run that skipped some prompts."""
@@ -190,7 +190,7 @@ class _Printer:
     def __init__(self, prompts: list[Prompt], params: list[SamplingParams], engine, args):
         from tqdm import tqdm
 
-        from peagle_jax.draft_marks import MarkedText, mark_for
+        from peagle_jax.cli.draft_marks import MarkedText, mark_for
 
         mark = mark_for(sys.stdout, os.environ) if args.show_drafts else None
         self._names = [prompt.name for prompt in prompts]
@@ -229,7 +229,7 @@ class _Printer:
 
 
 def _legend() -> str:
-    from peagle_jax.draft_marks import legend
+    from peagle_jax.cli.draft_marks import legend
 
     return legend(sys.stdout, os.environ)
 
@@ -243,8 +243,8 @@ def _completion_json(prompt: Prompt, completion) -> dict:
 def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config) -> int:
     from tqdm import tqdm
 
-    from peagle_jax import runs
-    from peagle_jax.loading import load
+    from peagle_jax.cli import runs
+    from peagle_jax.cli.loading import load
 
     start = time.perf_counter()
     with _loading(args):
@@ -307,8 +307,8 @@ def _report_failures(prompts: list[Prompt], result) -> int:
 def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) -> int:
     from tqdm import tqdm
 
-    from peagle_jax import runs
-    from peagle_jax.live_table import LiveComparison
+    from peagle_jax.cli import runs
+    from peagle_jax.cli.live_table import LiveComparison
 
     with _loading(args):
         rules = dict(dtype=config.dtype, quantization=args.quantization, taps=args.taps)
@@ -368,7 +368,7 @@ def _run(args) -> int:
     with _loading(args):
         _check_models(args, config)
 
-    from peagle_jax import runs
+    from peagle_jax.cli import runs
 
     config = runs.with_prefill_sizes(replace(config, dtype=runs.choose_dtype(args.dtype)))
     if not args.no_cache:

@@ -281,12 +281,12 @@ class EngineConfig:
       num_draft: J, most draft tokens per round (the papers' K); 0 is plain decoding.
       ngram: least tokens of a match for n-gram drafts, see the module `ngram`; 0: no such drafts.
       draft_schedule: drafts per round by batch size, see `draft_schedule`; empty: J for all sizes.
-      adaptive: "load" chooses the drafts of each round at run time, see `engine.adaptive`.
+      adaptive: "load" chooses the drafts of each round at run time, see `engine.host.k_by_load`.
       max_num_seqs: maximum number of requests in decode; `batch_buckets` derive from it.
       max_model_len, page_size: most tokens of prompt plus output; tokens per KV page.
       num_pages: KV pages including the dummy page 0; None: see `memory.fit_pages`.
       prefill_chunk, prefill_rows: prompt tokens per row and call; prompts per prefill call.
-      small_prefills: compile smaller prefill programs too, for calls with few tokens (`engine.prefill_shapes`).
+      small_prefills: compile smaller prefill programs too, for calls with few tokens (`engine.host.prefill_shapes`).
       long_prefills: and one for a long prompt alone; None: with small_prefills, where no layer has a window.
       prefill_calls: most prefill calls between two rounds; None: one while a request decodes, else 4.
       max_waiting: places of the queue, beside free slots; without a place `add_request` raises `QueueFull`.

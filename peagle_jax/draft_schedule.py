@@ -19,7 +19,7 @@ Schedule = tuple[tuple[int, int, int], ...]
 """(low, high, K) in ascending order; empty: the most drafts for all sizes."""
 
 Adaptive = Literal["off", "load"]
-"""Choice at run time: none, or K by load (`engine.adaptive`)."""
+"""Choice at run time: none, or K by load (`engine.host.k_by_load`)."""
 
 ADAPTIVE: tuple[Adaptive, ...] = get_args(Adaptive)
 

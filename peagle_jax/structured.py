@@ -1,4 +1,4 @@
-"""Structured output of a request: what its text must match. `engine.grammar` enforces it."""
+"""Structured output of a request: what its text must match. `engine.structured.grammar` enforces it."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -11,9 +11,9 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
+from peagle_jax.cli.model_folders import embedded
 from peagle_jax.config import ConfigError
-from peagle_jax.model_folders import embedded
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from serving.access import RESERVE, Access, read_access
 from serving.children import Children
 from serving.family import end_orphan

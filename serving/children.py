@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from peagle_jax import child_python
+from peagle_jax.text import child_python
 
 if TYPE_CHECKING:
     from peagle_jax import Engine

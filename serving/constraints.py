@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from peagle_jax import ConfigError
-from peagle_jax.engine.grammar import Grammars
+from peagle_jax.engine.structured.grammar import Grammars
 from peagle_jax.structured import MAX_CHARS, Structured
 from serving import caller
 from serving.bounded_pool import BoundedPool

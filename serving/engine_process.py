@@ -47,7 +47,7 @@ def compile_only(begin: Begin) -> int:
     Raises:
       ConfigError: programs are not kept on disk here; or as `make_engine`.
     """
-    from peagle_jax.engine import stored_programs
+    from peagle_jax.engine.device import stored_programs
 
     _prepare(begin)
     engine = _maker(begin)(begin.settings)
@@ -64,13 +64,13 @@ def compile_only(begin: Begin) -> int:
 
 def waits_for_all(settings: Settings) -> bool:
     """Whether the server serves once all programs are loaded, see `Settings.ready`."""
-    from peagle_jax import runs
+    from peagle_jax.cli import runs
 
     return settings.ready == "all" or (settings.ready is None and runs.compiles_in_children())
 
 
 def _prepare(begin: Begin) -> None:
-    from peagle_jax import runs
+    from peagle_jax.cli import runs
 
     configure(begin.settings.log_level)
     if not begin.settings.no_cache:

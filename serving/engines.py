@@ -4,12 +4,13 @@ import itertools
 import secrets
 from dataclasses import replace
 
-from peagle_jax import Engine, EngineConfig, runs
-from peagle_jax.draft_head import DraftHead
-from peagle_jax.engine.memory import pages_in
-from peagle_jax.loading import load_weights
+from peagle_jax import Engine, EngineConfig
+from peagle_jax.cli import runs
+from peagle_jax.cli.loading import load_weights
+from peagle_jax.engine.device.memory import pages_in
+from peagle_jax.method.draft_head import DraftHead
+from peagle_jax.method.own_drafters import load_own, own_config
 from peagle_jax.models import Decoder
-from peagle_jax.own_drafters import load_own, own_config
 from serving.option_types import num_bytes
 from serving.settings import Settings, engine_config
 

@@ -3,7 +3,7 @@
 import enum
 import logging
 
-from peagle_jax.bounded_process import UnavailableError
+from peagle_jax.text.bounded_process import UnavailableError
 
 _log = logging.getLogger(__name__)
 _LONGEST = 500

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import fields
 from operator import attrgetter
 
-from peagle_jax.engine.request import Round
-from peagle_jax.engine.stats import Acceptance, NgramCounts
+from peagle_jax.engine.host.request import Round
+from peagle_jax.engine.host.stats import Acceptance, NgramCounts
 from serving.messages import Event, Load, Refused, Tokens
 
 _HEAD = struct.Struct("<I")

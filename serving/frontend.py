@@ -20,8 +20,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 
-from peagle_jax.engine.scheduler import QueueFull
-from peagle_jax.text import Tokenizer
+from peagle_jax.engine.host.scheduler import QueueFull
+from peagle_jax.text.tokenizer import Tokenizer
 from serving import caller
 from serving.admission import Admission, id_is_taken, late
 from serving.constraints import Constraints

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from peagle_jax import child_python
-from peagle_jax.bounded_process import BoundedProcess, UnavailableError
+from peagle_jax.text import child_python
+from peagle_jax.text.bounded_process import BoundedProcess, UnavailableError
 from serving.errors import unavailable
 from serving.grammar_process import Vocabulary
 

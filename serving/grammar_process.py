@@ -21,10 +21,10 @@ from typing import Self
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from peagle_jax import ConfigError
-from peagle_jax.bounded_process import answer_all, limit_memory, limit_time
-from peagle_jax.engine.grammar import definition, new_matcher
+from peagle_jax.engine.structured.grammar import definition, new_matcher
 from peagle_jax.structured import Structured
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.bounded_process import answer_all, limit_memory, limit_time
+from peagle_jax.text.tokenizer import Tokenizer
 from serving.constraint_memory import allocated
 
 CPU_SECONDS = 2

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from peagle_jax.text import TextStream, Tokenizer
+from peagle_jax.text.tokenizer import TextStream, Tokenizer
 from serving.replies.arguments import NoCall, Tools, read_json
 from serving.replies.parts import ReplyPart
 

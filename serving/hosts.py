@@ -14,7 +14,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from peagle_jax.model_folders import embedded
+from peagle_jax.cli.model_folders import embedded
 from serving.run_clock import RunClock
 from serving.settings import Settings, engine_config
 from serving.version import VERSION

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.host.stats import Acceptance
 from serving.background_stream import BackgroundStream
 from serving.errors import Code, ServiceError, shortened
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self
 
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
-from peagle_jax.engine.pages import Salt
-from peagle_jax.engine.request import PromptLogprob, Request, Round, TokenLogprob
-from peagle_jax.engine.rules import check_request_of_model
-from peagle_jax.engine.stats import Acceptance, DeviceMemory, NgramCounts
+from peagle_jax.engine.host.pages import Salt
+from peagle_jax.engine.host.request import PromptLogprob, Request, Round, TokenLogprob
+from peagle_jax.engine.host.rules import check_request_of_model
+from peagle_jax.engine.host.stats import Acceptance, DeviceMemory, NgramCounts
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 
 Name = tuple[str, str]
 """Caller and id of a request: a caller's ids are unique among its open requests."""

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from peagle_jax import EngineConfig
-from peagle_jax.engine.stats import Acceptance, DeviceMemory
+from peagle_jax.engine.host.stats import Acceptance, DeviceMemory
 from serving.errors import Code, ServiceError
 from serving.histogram import Histogram
 from serving.messages import Event, Load, Tokens

@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from peagle_jax.config import ConfigError
-from peagle_jax.engine.pages import Salt
-from peagle_jax.engine.stats import DeviceMemory
-from peagle_jax.text import Tokenizer
+from peagle_jax.engine.host.pages import Salt
+from peagle_jax.engine.host.stats import DeviceMemory
+from peagle_jax.text.tokenizer import Tokenizer
 from serving.errors import Code, ServiceError
 from serving.frames import Channel, ClosedError, encode, unpacked, unpacked_load
 from serving.messages import Checked, Death, Description, Job, Listener, Load, Name

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peagle_jax.engine.request import Round
-from peagle_jax.text import Detokenizer, Tokenizer
+from peagle_jax.engine.host.request import Round
+from peagle_jax.text.tokenizer import Detokenizer, Tokenizer
 from serving.stream import Delta
 
 

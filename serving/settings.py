@@ -9,8 +9,8 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from peagle_jax import draft_schedule
+from peagle_jax.cli.model_folders import check_folders, check_head_is_given, local_folder
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.model_folders import check_folders, check_head_is_given, local_folder
 from serving.hosts_rules import check_hosts, is_unencrypted
 from serving.option_rules import check_combinations
 from serving.option_types import (

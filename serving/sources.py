@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import InitSettingsSource
 
-from peagle_jax.command_line import Parser
+from peagle_jax.cli.command_line import Parser
 from peagle_jax.config import ConfigError
 from serving.option_types import describe
 from serving.settings import Settings

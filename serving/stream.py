@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from peagle_jax import SamplingParams
-from peagle_jax.engine.request import PromptLogprob, Round, TokenLogprob, at_least
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.host.request import PromptLogprob, Round, TokenLogprob, at_least
+from peagle_jax.engine.host.stats import Acceptance
 from serving import caller
 from serving.errors import Code, ServiceError, failure
 from serving.messages import Ended, MatcherOf, Tokens

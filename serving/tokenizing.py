@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from peagle_jax import chat_templates
-from peagle_jax.bounded_process import UnavailableError
 from peagle_jax.config import ConfigError
-from peagle_jax.text import Ending, Tokenizer
+from peagle_jax.text import chat_templates
+from peagle_jax.text.bounded_process import UnavailableError
+from peagle_jax.text.tokenizer import Ending, Tokenizer
 from serving.bounded_pool import BoundedPool
 from serving.errors import Code, PromptTooLong, ServiceError, invalid, unavailable
 from serving.limits import Limits

@@ -18,15 +18,16 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from peagle_jax import ConfigError, Engine, runs
-from peagle_jax.engine.compilation import CompileError, Progress
-from peagle_jax.engine.device_calls import Key
-from peagle_jax.engine.grammar import Matcher
-from peagle_jax.engine.memory import device_memory
-from peagle_jax.engine.pages import Salt
-from peagle_jax.engine.request import Request
-from peagle_jax.engine.scheduler import QueueFull
-from peagle_jax.engine.stats import Acceptance, DeviceMemory
+from peagle_jax import ConfigError, Engine
+from peagle_jax.cli import runs
+from peagle_jax.engine.device.compilation import CompileError, Progress
+from peagle_jax.engine.device.device_calls import Key
+from peagle_jax.engine.device.memory import device_memory
+from peagle_jax.engine.host.pages import Salt
+from peagle_jax.engine.host.request import Request
+from peagle_jax.engine.host.scheduler import QueueFull
+from peagle_jax.engine.host.stats import Acceptance, DeviceMemory
+from peagle_jax.engine.structured.grammar import Matcher
 from serving.constraint_memory import ConstraintMemory
 from serving.memory import c_library_trim
 from serving.messages import (

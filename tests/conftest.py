@@ -52,7 +52,7 @@ def programs_of_commands_forgotten():
     """A command that a test runs in this process keeps programs on disk. Engines of later tests do not load
     them: tests replace functions of the step, of which the name of a file knows nothing."""
     yield
-    if stored := sys.modules.get("peagle_jax.engine.stored_programs"):
+    if stored := sys.modules.get("peagle_jax.engine.device.stored_programs"):
         stored.keep_in(None)
 
 
@@ -60,7 +60,7 @@ def programs_of_commands_forgotten():
 def few_threads():
     """The workers keep the cores busy: more threads that trace at once take a tenth more time, as they
     wait for Python's lock."""
-    from peagle_jax.engine import programs
+    from peagle_jax.engine.device import programs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "AT_ONCE", 2)

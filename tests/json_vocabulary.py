@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from tests import tiny
 
 END, BEGIN_THINK, END_THINK = "<|end|>", "<think>", "</think>"

@@ -14,8 +14,8 @@ import jax
 import pytest
 
 from peagle_jax import Engine, EngineConfig
-from peagle_jax.engine.programs import Programs
-from peagle_jax.verify import verify
+from peagle_jax.engine.device.programs import Programs
+from peagle_jax.method.verify import verify
 
 _MOST_ENGINES = 12
 """Engines whose programs are kept. One takes about 2,000 of the 65,530 memory maps of a process."""

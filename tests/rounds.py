@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax import step
 from peagle_jax.config import EngineConfig
-from peagle_jax.drafter import Drafter
+from peagle_jax.method import step
+from peagle_jax.method.drafter import Drafter
+from peagle_jax.method.plan import DecodePlan, PrefillPlan, RequestParams
+from peagle_jax.method.verify import Verdict, verify
 from peagle_jax.models import Decoder
-from peagle_jax.plan import DecodePlan, PrefillPlan, RequestParams
-from peagle_jax.verify import Verdict, verify
 
 
 def accept_text(text: jax.Array):

@@ -6,10 +6,11 @@ import pytest
 
 from bench.random_times import RandomTimes
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine import adaptive, round_shapes, round_timer
-from peagle_jax.engine.calls import DecodeCall, RoundShape
-from peagle_jax.engine.round_times import RoundTimes
-from peagle_jax.engine.stored_times import StoredTimes
+from peagle_jax.engine.device import round_shapes, round_timer
+from peagle_jax.engine.device.stored_times import StoredTimes
+from peagle_jax.engine.host import k_by_load
+from peagle_jax.engine.host.calls import DecodeCall, RoundShape
+from peagle_jax.engine.host.round_times import RoundTimes
 from tests import tiny
 from tests.test_draft_schedule import (
     TINY_TEXTS,
@@ -42,7 +43,7 @@ class GivenTimes(RandomTimes):
 @pytest.fixture
 def three_k(monkeypatch):
     """Rounds of K = 0, 2 and 4 compile, and each round decides."""
-    monkeypatch.setattr(adaptive.LoadPolicy, "decide_every", 1)
+    monkeypatch.setattr(k_by_load.LoadPolicy, "decide_every", 1)
     monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: DRAFTS)
 
 
@@ -84,8 +85,8 @@ def without_schedule(config: WalkConfig) -> WalkConfig:
 def test_sampled_output_has_the_targets_law_under_any_choice_of_k(
     method, draft_sampling, monkeypatch, num_cases
 ):
-    monkeypatch.setattr(adaptive.LoadPolicy, "decide_every", 1)
-    monkeypatch.setattr(adaptive, "_LEAST_VERIFIED", 1)
+    monkeypatch.setattr(k_by_load.LoadPolicy, "decide_every", 1)
+    monkeypatch.setattr(k_by_load, "_LEAST_VERIFIED", 1)
     monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: (0, 1, 2))
     config = without_schedule(walk_config(2, [2], 64, draft_sampling=draft_sampling, **TINY_TEXTS))
     count = num_cases("sampled texts under a K chosen at run time", 6000, least=6000)

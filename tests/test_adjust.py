@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from peagle_jax.adjust import (
+from peagle_jax.method.adjust import (
     _MOST,
     Adjustments,
     Controls,
@@ -17,9 +17,9 @@ from peagle_jax.adjust import (
     fill,
     init_controls,
 )
-from peagle_jax.plan import ControlsPlan, RequestParams, mask_words
+from peagle_jax.method.plan import ControlsPlan, RequestParams, mask_words
+from peagle_jax.method.verify import Verdict, verify
 from peagle_jax.sampling_params import MAX_BIAS, MAX_END_IDS
-from peagle_jax.verify import Verdict, verify
 
 V, J, PROMPT = 45, 3, 6
 """45 tokens: two words of a mask, the second partly used."""

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.sampling import accept_uniforms, block_uniforms, request_keys
-from peagle_jax.verify import block_law, verify, verify_blocks
+from peagle_jax.method.sampling import accept_uniforms, block_uniforms, request_keys
+from peagle_jax.method.verify import block_law, verify, verify_blocks
 from tests.test_verify import J, V, params
 
 

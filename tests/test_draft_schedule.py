@@ -13,11 +13,11 @@ from scipy import stats
 
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
 from peagle_jax.draft_schedule import num_draft_at, parse
-from peagle_jax.drafter import Proposal
-from peagle_jax.engine import transfer
-from peagle_jax.engine.request import Request
-from peagle_jax.plan import DecodePlan, PrefillPlan
-from peagle_jax.sampling import draft_keys, sample_rows
+from peagle_jax.engine.device import transfer
+from peagle_jax.engine.host.request import Request
+from peagle_jax.method.drafter import Proposal
+from peagle_jax.method.plan import DecodePlan, PrefillPlan
+from peagle_jax.method.sampling import draft_keys, sample_rows
 from tests import programs, tiny
 from tests.test_families import LENGTH, MAX_TOKENS, naive, prompts, target
 from tests.test_losslessness import OracleDrafter

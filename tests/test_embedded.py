@@ -5,9 +5,9 @@ import functools
 import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine.stats import Acceptance
-from peagle_jax.loading import load_weights
-from peagle_jax.runs import TIE_NATS
+from peagle_jax.cli.loading import load_weights
+from peagle_jax.cli.runs import TIE_NATS
+from peagle_jax.engine.host.stats import Acceptance
 from tests.programs import one_bucket
 
 PROMPTS = (

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.cache import PageCache, RingCache
-from peagle_jax.engine import memory
-from peagle_jax.layers import Delta
+from peagle_jax.engine.device import memory
+from peagle_jax.models.cache import PageCache, RingCache
+from peagle_jax.models.layers import Delta
 from tests import programs, tiny
 from tests.programs import one_bucket
 from tests.tiny import causal_attention

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from peagle_jax import drafter as serving
 from peagle_jax.checkpoint import load_head, load_target
 from peagle_jax.config import EngineConfig
-from peagle_jax.draft_head import DraftHead
-from peagle_jax.drafter import Proposal, make_drafter
+from peagle_jax.method import drafter as serving
+from peagle_jax.method.draft_head import DraftHead
+from peagle_jax.method.drafter import Proposal, make_drafter
 from peagle_jax.training import cod
 from peagle_jax.training import passes as training
 from peagle_jax.training.trainer import split_model

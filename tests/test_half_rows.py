@@ -12,8 +12,8 @@ from pallas_kernels.block_gemm import reference as products
 from pallas_kernels.device import H200
 from pallas_kernels.moe import reference as experts
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax import cache as paged
 from peagle_jax.config import ExpertsConfig, GlobalAttention
+from peagle_jax.models import cache as paged
 from peagle_jax.rope_config import RopeConfig
 from tests import tiny
 from tests.programs import one_bucket

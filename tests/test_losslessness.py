@@ -10,8 +10,8 @@ import pytest
 from scipy import stats
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.drafter import Proposal
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.host.stats import Acceptance
+from peagle_jax.method.drafter import Proposal
 from tests import programs, tiny
 from tests.programs import one_bucket
 from tests.ties import assert_parts_only_at_ties

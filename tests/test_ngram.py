@@ -11,7 +11,7 @@ from scipy import stats
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError
 from peagle_jax.draft_schedule import NGRAM_DRAFTS, NGRAM_LONGEST
-from peagle_jax.ngram import lookup
+from peagle_jax.method.ngram import lookup
 from tests import programs, tiny
 from tests.programs import one_bucket
 

@@ -10,7 +10,7 @@ import pytest
 from bench import plots, report, rows
 from bench.commands import parser as bench_parser
 from convert.__main__ import _parser as convert_parser
-from peagle_jax.options import parser as generate_parser
+from peagle_jax.cli.options import parser as generate_parser
 from peagle_jax.training.options import parser as train_parser
 
 ROOT = Path(__file__).parents[1]

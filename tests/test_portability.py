@@ -23,12 +23,12 @@ from pallas_kernels.rms_norm.api import rms_norm
 from pallas_kernels.rope_write.api import Form, rope_write
 from pallas_kernels.verify_attention.api import verify_attention
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine import programs
-from peagle_jax.engine.compiler_options import compiler_options
-from peagle_jax.engine.round_shapes import round_shapes
-from peagle_jax.runs import choose_dtype
+from peagle_jax.cli.runs import choose_dtype
+from peagle_jax.engine.device import programs
+from peagle_jax.engine.device.compiler_options import compiler_options
+from peagle_jax.engine.device.round_shapes import round_shapes
+from peagle_jax.method.verify import verify
 from peagle_jax.training.attention import is_flash
-from peagle_jax.verify import verify
 from tests import tiny
 from tests.programs import one_bucket
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.loading import load_weights
+from peagle_jax.cli.loading import load_weights
 from tests import programs, tiny
 from tests.programs import one_bucket
 

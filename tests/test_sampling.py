@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from peagle_jax.plan import RequestParams
-from peagle_jax.sampling import (
+from peagle_jax.method.plan import RequestParams
+from peagle_jax.method.sampling import (
     accept_uniforms,
     cutoffs,
     draft_keys,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from peagle_jax.sampling import cutoffs
+from peagle_jax.method.sampling import cutoffs
 
 V = 300
 INF = np.inf

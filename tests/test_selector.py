@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from peagle_jax.cache import init_cache
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.drafter import DraftInputs, make_drafter
-from peagle_jax.selector import rows_of, sampled_walk, top, walk
+from peagle_jax.method.drafter import DraftInputs, make_drafter
+from peagle_jax.method.selector import rows_of, sampled_walk, top, walk
+from peagle_jax.models.cache import init_cache
 from tests import tiny
 
 
@@ -122,7 +122,7 @@ def test_tables_change_no_draft(sampling, draft_vocab_size, own_embedding):
 def test_tables_are_made_in_pieces(monkeypatch):
     head, target = tiny.head("selector"), tiny.target()
     whole = head.tables(target)
-    monkeypatch.setattr("peagle_jax.selector._CHUNK", 50)
+    monkeypatch.setattr("peagle_jax.method.selector._CHUNK", 50)
     for one, other in zip(whole, head.tables(target), strict=True):
         assert one.shape == (head.config.draft_vocab_size, head.config.selector_rank)
         np.testing.assert_allclose(one, other, rtol=1e-5)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax import drafter
-from peagle_jax.cache import LayerCache, PageCache
 from peagle_jax.config import EngineConfig
-from peagle_jax.drafter import make_drafter
-from peagle_jax.step import State
+from peagle_jax.method import drafter
+from peagle_jax.method.drafter import make_drafter
+from peagle_jax.method.step import State
+from peagle_jax.models.cache import LayerCache, PageCache
 from tests import tiny
 from tests.rounds import Rig
 from tests.tiny import causal_attention

@@ -7,9 +7,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from peagle_jax.config import ConfigError
-from peagle_jax.engine.request import Request
+from peagle_jax.engine.host.request import Request
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.text import Detokenizer, StopChecker, TextStream, Tokenizer
+from peagle_jax.text.tokenizer import Detokenizer, StopChecker, TextStream, Tokenizer
 
 SAMPLE = "def größe(ключ: str) -> int:\n    return 值 * 2  # naïve 😀 👩‍👩‍👧 ½ … “quoted”\n" * 8
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from peagle_jax import verify as rule
-from peagle_jax.plan import RequestParams
-from peagle_jax.sampling import probabilities
-from peagle_jax.verify import (
+from peagle_jax.method import verify as rule
+from peagle_jax.method.plan import RequestParams
+from peagle_jax.method.sampling import probabilities
+from peagle_jax.method.verify import (
     Verdict,
     largest,
     verify,

@@ -13,12 +13,12 @@ from pallas_kernels import dispatch, formats
 from pallas_kernels.device import B200, CPU, H200
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError, ExpertsConfig
-from peagle_jax.layers import Linear
+from peagle_jax.devices import Devices
 from peagle_jax.models.experts import ExpertLinear
-from peagle_jax.parallel.devices import Devices
+from peagle_jax.models.layers import Linear
+from peagle_jax.models.quant import quantize_fp8
+from peagle_jax.models.weight_order import order_weights, quantized_weights
 from peagle_jax.parallel.partition import AXIS
-from peagle_jax.quant import quantize_fp8
-from peagle_jax.weight_order import order_weights, quantized_weights
 from tests import programs, tiny
 from tests.programs import one_bucket
 

@@ -15,9 +15,9 @@ from peagle_jax.config import (
     GlobalAttention,
     TargetConfig,
 )
-from peagle_jax.draft_head import DraftHead
-from peagle_jax.layers import AttentionRows
+from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder, build
+from peagle_jax.models.layers import AttentionRows
 from peagle_jax.rope_config import DynamicScaling, LinearScaling, RopeConfig, YarnScaling
 
 TARGET = TargetConfig(

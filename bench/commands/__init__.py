@@ -28,7 +28,7 @@ from bench.commands import (
     throughput,
     train_step,
 )
-from peagle_jax.command_line import Parser
+from peagle_jax.cli.command_line import Parser
 
 GROUPS: dict[str, tuple[Command, ...]] = {
     "Speed of a model and its heads": (

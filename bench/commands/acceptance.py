@@ -34,7 +34,7 @@ class Options(DraftingOptions):
 
 def sweep_table(done: list[dict], out: Path) -> int:
     """Prints the rows of a sweep; returns the exit code."""
-    from peagle_jax import runs
+    from peagle_jax.cli import runs
 
     header = ["set", "method", "K", "conc.", "tokens/s", "x plain", "ms/round", "TTFT ms", "AL"]
     lines = [

@@ -24,7 +24,7 @@ from bench.command import (
     show,
 )
 from peagle_jax.errors import ConfigError
-from peagle_jax.presets import PRESETS
+from peagle_jax.models.presets import PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ def run(options: Options) -> int:
 def _decode_step(options: Options) -> None:
     from bench.decode_step import decode_step
     from bench.side_by_side import side_by_side
-    from peagle_jax import runs
+    from peagle_jax.cli import runs
 
     if options.replicas:
         measured = side_by_side(options)
@@ -205,7 +205,7 @@ def _decode_step(options: Options) -> None:
 def _cold_start(options: Options) -> None:
     from bench.cold_start import cold_start
     from bench.decode_step import variants
-    from peagle_jax import runs
+    from peagle_jax.cli import runs
 
     header = ["method", "K", "cold s", "weights aside", "warm s", "weights aside"]
     lines = [

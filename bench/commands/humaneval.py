@@ -46,7 +46,7 @@ class Options(SweepOptions):
 
 def run(options: Options) -> int:
     from bench.humaneval import humaneval
-    from peagle_jax import runs
+    from peagle_jax.cli import runs
 
     done = humaneval(options, options.environment())
     header = ["method", "K", "T", "samples", "pass@1", "pass@10", "solved", "empty", "repeated"]

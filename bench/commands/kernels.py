@@ -45,7 +45,7 @@ def _ladder(options: Options) -> int:
 
 def _kernels(options: Options) -> int:
     from bench.kernels import kernels
-    from peagle_jax.engine.compilation import CHILD_ENVIRONMENT
+    from peagle_jax.engine.device.compilation import CHILD_ENVIRONMENT
 
     if options.jobs > 1:  # this process needs no memory of the GPU either
         os.environ.update(CHILD_ENVIRONMENT)

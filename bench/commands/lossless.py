@@ -104,7 +104,7 @@ class Options(SubjectOptions):
 
 def run(options: Options) -> int:
     from bench.lossless import lossless
-    from peagle_jax import runs
+    from peagle_jax.cli import runs
 
     header = ["method", "K", "by", "conc.", "texts", "equal", "tokens", "differ", "AL"]
     counts = ("texts", "texts_equal", "tokens_compared", "tokens_differing")

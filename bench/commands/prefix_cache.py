@@ -31,7 +31,7 @@ class Options(SubjectOptions):
 
 def run(options: Options) -> int:
     from bench.prefix_cache import prefix_cache
-    from peagle_jax import runs
+    from peagle_jax.cli import runs
 
     header = ["method", "K", "turn 2: TTFT ms, cold", "warm", "cached"]
     header += ["shared beginning: tokens/s, cold", "warm", "cached", "pages that differ"]

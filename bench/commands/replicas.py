@@ -26,7 +26,7 @@ class ReplicaOptions(Options):
 
 def run(options: ReplicaOptions) -> int:
     from bench import replicas, rows
-    from peagle_jax import runs
+    from peagle_jax.cli import runs
 
     for group in replicas.groups(rows.read(options.rows)):
         print(replicas.heading(group).replace("**", ""))

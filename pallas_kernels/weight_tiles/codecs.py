@@ -19,16 +19,13 @@ e4m3, and a row of x has one scale for each step, a factor on its column of the 
 from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
 from pallas_kernels.weight_tiles import mxfp4
-
-if TYPE_CHECKING:
-    from pallas_kernels.weight_tiles.mma import Mma
 
 STEP = 128
 """K columns of a bfloat16 or fp8 tile; equal to `formats.BLOCK`, so that an fp8 tile has one
@@ -93,7 +90,7 @@ class Codec(ABC):
         return x
 
     def unpacker(
-        self, mma: "Mma", tile_smem: Any, scales_smem: Any, step: Any, interpret: Any
+        self, mma: Any, tile_smem: Any, scales_smem: Any, step: Any, interpret: Any
     ) -> Callable[[int], jax.Array]:
         """Loads a tile to registers, for `unpacked` codecs.
 

@@ -40,11 +40,11 @@ from peagle_jax.checkpoint.target_json import target_unread_keys
 from peagle_jax.checkpoint.target_writer import target_json
 from peagle_jax.checkpoint.transforms import Copy
 from peagle_jax.config import DrafterConfig, TargetConfig
-from peagle_jax.draft_head import DraftHead
+from peagle_jax.devices import ONE_DEVICE, Devices, local_modules
+from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder, build
-from peagle_jax.parallel.devices import ONE_DEVICE, Devices, local_modules
+from peagle_jax.models.quant import quantize_fp8
 from peagle_jax.parallel.shares import check_shares
-from peagle_jax.quant import quantize_fp8
 
 _log = logging.getLogger(__name__)
 Quantization = Literal["fp8"]

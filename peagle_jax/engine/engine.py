@@ -16,38 +16,38 @@ from pickle import PicklingError
 import jax
 
 from peagle_jax.config import AttentionConfig, ConfigError, EngineConfig
-from peagle_jax.draft_head import DraftHead
-from peagle_jax.drafter import Drafter, make_drafter
-from peagle_jax.engine.adaptive import LoadPolicy
-from peagle_jax.engine.calls import RoundShape
-from peagle_jax.engine.commits import Update
-from peagle_jax.engine.compilation import CompileError, Progress, compile_missing
-from peagle_jax.engine.completion import Completion, completion_of
-from peagle_jax.engine.device_calls import Key, spelled
-from peagle_jax.engine.dispatch import InFlight, dispatch
-from peagle_jax.engine.follower import Follower
-from peagle_jax.engine.grammar import Grammars, Matcher
-from peagle_jax.engine.memory import fit_pages, fit_rings, has_long_prefills, saved_bytes
-from peagle_jax.engine.outputs import Listener, OnUpdate, commit
-from peagle_jax.engine.pages import Salt
-from peagle_jax.engine.programs import Programs
-from peagle_jax.engine.request import Request
-from peagle_jax.engine.round_shapes import rounds_per_call
-from peagle_jax.engine.round_timer import RoundTimer
-from peagle_jax.engine.round_times import RoundTimes
-from peagle_jax.engine.rules import banned_ids, check_request_of_model
-from peagle_jax.engine.scheduler import Scheduler
-from peagle_jax.engine.sizes import check_sizes
+from peagle_jax.devices import Devices
+from peagle_jax.engine.device.compilation import CompileError, Progress, compile_missing
+from peagle_jax.engine.device.device_calls import Key, spelled
+from peagle_jax.engine.device.dispatch import InFlight, dispatch
+from peagle_jax.engine.device.follower import Follower
+from peagle_jax.engine.device.memory import fit_pages, fit_rings, has_long_prefills, saved_bytes
+from peagle_jax.engine.device.outputs import Listener, OnUpdate, commit
+from peagle_jax.engine.device.programs import Programs
+from peagle_jax.engine.device.round_shapes import rounds_per_call
+from peagle_jax.engine.device.round_timer import RoundTimer
+from peagle_jax.engine.device.sizes import check_sizes
+from peagle_jax.engine.host.calls import RoundShape
+from peagle_jax.engine.host.commits import Update
+from peagle_jax.engine.host.completion import Completion, completion_of
+from peagle_jax.engine.host.k_by_load import LoadPolicy
+from peagle_jax.engine.host.pages import Salt
+from peagle_jax.engine.host.request import Request
+from peagle_jax.engine.host.round_times import RoundTimes
+from peagle_jax.engine.host.rules import banned_ids, check_request_of_model
+from peagle_jax.engine.host.scheduler import Scheduler
+from peagle_jax.engine.structured.grammar import Grammars, Matcher
+from peagle_jax.method.draft_head import DraftHead
+from peagle_jax.method.drafter import Drafter, make_drafter
+from peagle_jax.method.ngram import NgramDrafter
+from peagle_jax.method.own_drafters import own_config
+from peagle_jax.method.step import AcceptRule
+from peagle_jax.method.verify import verify, verify_blocks
 from peagle_jax.models import Decoder
-from peagle_jax.ngram import NgramDrafter
-from peagle_jax.own_drafters import own_config
 from peagle_jax.parallel import replicas
-from peagle_jax.parallel.devices import Devices
 from peagle_jax.parallel.shares import check_shares
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.step import AcceptRule
-from peagle_jax.text import StopChecker, Tokenizer
-from peagle_jax.verify import verify, verify_blocks
+from peagle_jax.text.tokenizer import StopChecker, Tokenizer
 
 _log = logging.getLogger(__name__)
 

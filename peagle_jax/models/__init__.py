@@ -3,10 +3,10 @@
 from flax import nnx
 
 from peagle_jax.config import TargetConfig
-from peagle_jax.layers import DecoderLayer
 from peagle_jax.models.decoder import Decoder
 from peagle_jax.models.experts import moe_layer
 from peagle_jax.models.gemma4 import Gemma4Layer
+from peagle_jax.models.layers import DecoderLayer
 
 __all__ = ["Decoder", "build"]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from peagle_jax.config import TargetConfig
-from peagle_jax.layers import (
+from peagle_jax.models.layers import (
     INIT_STD,
     Attend,
     DecoderLayer,
@@ -20,8 +20,8 @@ from peagle_jax.layers import (
     RMSNorm,
     kept,
 )
+from peagle_jax.models.rope_angles import rope_angles
 from peagle_jax.parallel import vocabulary
-from peagle_jax.rope_angles import rope_angles
 
 
 class Decoder(nnx.Module):

@@ -14,7 +14,7 @@ from pallas_kernels.activations import Activations
 from pallas_kernels.moe.api import ExpertForm, ExpertWeights
 from pallas_kernels.moe.normed import Experts, Norm, Router, normed_mixture
 from peagle_jax.config import TargetConfig
-from peagle_jax.layers import INIT_STD, DecoderLayer, Delta, GatedMLP, Linear, RMSNorm
+from peagle_jax.models.layers import INIT_STD, DecoderLayer, Delta, GatedMLP, Linear, RMSNorm
 from peagle_jax.parallel import partition
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from peagle_jax.config import TargetConfig
-from peagle_jax.layers import INIT_STD, Attend, Attention, Delta, GatedMLP, RMSNorm, kept
+from peagle_jax.models.layers import INIT_STD, Attend, Attention, Delta, GatedMLP, RMSNorm, kept
 
 
 class Gemma4Layer(nnx.Module):

@@ -125,7 +125,7 @@ def _continuations(args) -> None:
 
 def _teacher(args):
     """The target as an engine runs it."""
-    from peagle_jax.loading import load_weights
+    from peagle_jax.cli.loading import load_weights
 
     return load_weights(args.target, None, method="none", dtype=args.dtype)[0]
 
@@ -310,7 +310,7 @@ def _engine_sizes(args) -> dict:
     """dtype and concurrency of the engine; with the defaults those of the device."""
     import jax
 
-    from peagle_jax.runs import choose_dtype
+    from peagle_jax.cli.runs import choose_dtype
 
     on_cpu = jax.devices()[0].platform == "cpu"
     return dict(
@@ -333,7 +333,7 @@ def _synthesize(args) -> None:
 
 def _plan(args) -> None:
     from peagle_jax.checkpoint.target_json import target_config
-    from peagle_jax.presets import PRESETS
+    from peagle_jax.models.presets import PRESETS
     from peagle_jax.training import recipe
 
     if args.preset not in (None, *PRESETS):

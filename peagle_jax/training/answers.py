@@ -17,12 +17,12 @@ import numpy as np
 from tqdm import tqdm
 
 from peagle_jax.checkpoint.target_json import target_config
+from peagle_jax.cli.loading import load_weights
+from peagle_jax.cli.runs import with_prefill_sizes
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.engine import Engine
-from peagle_jax.loading import load_weights
-from peagle_jax.runs import with_prefill_sizes
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from peagle_jax.training import chats
 from peagle_jax.training.curves import write_whole
 

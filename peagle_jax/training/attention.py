@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from peagle_jax.layers import AttentionRows
+from peagle_jax.models.layers import AttentionRows
 from peagle_jax.training.cod import Elements
 
 Backend = Literal["auto", "xla", "cudnn"]

@@ -1,7 +1,7 @@
 """Prompts and chats as rows of tokens: what is given, what is trained, and what the target is to write.
 
     {"messages": [{"role": "user", "content": "..."}, ...]}   a chat; without a last answer the target writes it
-    {"prompt": "..."} and the other rows of `peagle_jax.prompts`; with a chat template a user's turn
+    {"prompt": "..."} and the other rows of `peagle_jax.text.prompts`; with a chat template a user's turn
     another file, or a folder's *.py, *.txt and *.md           text, cut into prompts
 
 All turns of the assistant in a chat are trained, up to the token that ends each.
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from peagle_jax.config import ConfigError
-from peagle_jax.prompts import prompt_of, read_rows, read_text
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.prompts import prompt_of, read_rows, read_text
+from peagle_jax.text.tokenizer import Tokenizer
 
 _SUFFIXES = (".py", ".txt", ".md")
 

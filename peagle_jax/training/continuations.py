@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from peagle_jax.config import ConfigError, TargetConfig
-from peagle_jax.layers import AttentionRows
 from peagle_jax.models import Decoder
+from peagle_jax.models.layers import AttentionRows
 from peagle_jax.training.attention import heads_of
 from peagle_jax.training.data import END_ID, PAD_ID
 from peagle_jax.training.trainer import split_model

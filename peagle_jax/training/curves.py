@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from peagle_jax import plotting
+from peagle_jax.cli import plotting
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ from flax import nnx
 from pallas_kernels import dispatch
 from peagle_jax.checkpoint.head_json import check_fit
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
-from peagle_jax.draft_head import DraftHead
+from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.training import cod
 from peagle_jax.training.acceptance import earlier, leading, repeats, walk

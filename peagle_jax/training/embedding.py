@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from peagle_jax.layers import Embed
+from peagle_jax.models.layers import Embed
 
 _CHUNK = 8192
 

@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 
 from peagle_jax.config import DrafterConfig
-from peagle_jax.draft_head import DraftHead
+from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.training.picked import Picked, narrowed
 from peagle_jax.training.texts import Blocks
 

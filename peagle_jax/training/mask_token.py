@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from peagle_jax.config import ConfigError, TargetConfig
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 
 _RESERVED = re.compile(r"mask|reserved|unused|extra_id|placeholder|dummy", re.IGNORECASE)
 

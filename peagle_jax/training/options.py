@@ -5,7 +5,7 @@ import math
 from functools import partial
 from pathlib import Path
 
-from peagle_jax.command_line import DefaultsFormatter, Parser
+from peagle_jax.cli.command_line import DefaultsFormatter, Parser
 from peagle_jax.config import ConfigError
 
 _EPILOG = """\

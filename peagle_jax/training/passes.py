@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from peagle_jax.cache import PageCache, PagedAttention
 from peagle_jax.config import ConfigError
-from peagle_jax.draft_head import DraftHead
+from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder
+from peagle_jax.models.cache import PageCache, PagedAttention
 from peagle_jax.training import attention, cod
 from peagle_jax.training.embedding import MaskedRows, TrainedEmbed
 from peagle_jax.training.mask_hidden import Hidden, mask_states

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from peagle_jax.config import DrafterConfig, TargetConfig
-from peagle_jax.draft_head import DraftHead
+from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import build
 
 _TABLE_BYTES = 2**31  # of the teacher's distributions, [tokens of a piece of a batch, V]

@@ -16,10 +16,10 @@ from flax import nnx
 
 from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError
-from peagle_jax.draft_head import DraftHead
-from peagle_jax.drafter import candidate_scores
+from peagle_jax.method.draft_head import DraftHead
+from peagle_jax.method.drafter import candidate_scores
+from peagle_jax.method.selector import CANDIDATES, Selector, walk
 from peagle_jax.models import Decoder
-from peagle_jax.selector import CANDIDATES, Selector, walk
 from peagle_jax.training.acceptance import earlier, leading, repeats
 from peagle_jax.training.acceptance import walk as simulate
 from peagle_jax.training.attention import Backend

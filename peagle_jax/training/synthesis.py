@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.engine import Engine
-from peagle_jax.prompts import prompt_of, read_rows
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.prompts import prompt_of, read_rows
+from peagle_jax.text.tokenizer import Tokenizer
 from peagle_jax.training.curves import write_whole
 
 _PLACE = "PLACEHOLDER7Q"

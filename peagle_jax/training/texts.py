@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax.layers import AttentionRows
+from peagle_jax.models.layers import AttentionRows
 from peagle_jax.training import flash
 from peagle_jax.training.attention import Backend, heads_of, is_flash
 from peagle_jax.training.picked import Picked, narrowed, widened

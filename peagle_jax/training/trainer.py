@@ -28,7 +28,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from tqdm import tqdm
 
 from pallas_kernels import dispatch
-from peagle_jax import plotting
+from peagle_jax.cli import plotting
 from peagle_jax.config import ConfigError
 from peagle_jax.training.budget import COMPILING_STEPS, Budget
 from peagle_jax.training.curves import Curves, averages, flatten, plot

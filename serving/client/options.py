@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from peagle_jax.command_line import Parser, add_constraints, add_controls, named_value, whole
+from peagle_jax.cli.command_line import Parser, add_constraints, add_controls, named_value, whole
 
 _EPILOG = """\
 The text streams to stdout. Statistics go to stderr: tokens per second, the acceptance length (AL, tokens per

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationInfo, WrapValidator
 
-from peagle_jax.text import Ending
+from peagle_jax.text.tokenizer import Ending
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.dialect import OPENAI

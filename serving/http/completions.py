@@ -6,7 +6,7 @@ from typing import Annotated, Self
 from pydantic import FailFast, Field
 
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.http.dialect import OPENAI

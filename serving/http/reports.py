@@ -3,9 +3,9 @@
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from peagle_jax.engine.request import PromptLogprob, TokenLogprob
-from peagle_jax.engine.stats import Acceptance
-from peagle_jax.text import Detokenizer, Tokenizer
+from peagle_jax.engine.host.request import PromptLogprob, TokenLogprob
+from peagle_jax.engine.host.stats import Acceptance
+from peagle_jax.text.tokenizer import Detokenizer, Tokenizer
 from serving.messages import Ended
 from serving.rounds import RoundReports, token_name
 from serving.stream import Delta, Stream

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from peagle_jax.engine import lark
-from peagle_jax.text import Tokenizer
+from peagle_jax.engine.structured import lark
+from peagle_jax.text.tokenizer import Tokenizer
 from serving.replies.arguments import types_of
 
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

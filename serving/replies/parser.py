@@ -8,7 +8,7 @@ from typing import Protocol
 from peagle_jax.config import ConfigError
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.structured import Structured
-from peagle_jax.text import TextStream, Tokenizer
+from peagle_jax.text.tokenizer import TextStream, Tokenizer
 from serving.errors import Code, ServiceError
 from serving.harmony import HarmonyIds, HarmonyParser
 from serving.replies.arguments import Tools

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from peagle_jax.engine.calls import RoundShape
-from peagle_jax.engine.device_calls import (
+from peagle_jax.engine.device.device_calls import (
     Compile,
     CopyRings,
     DeviceCall,
@@ -12,6 +11,7 @@ from peagle_jax.engine.device_calls import (
     Run,
     WriteControls,
 )
+from peagle_jax.engine.host.calls import RoundShape
 from serving.protos import hosts_v1_pb2 as pb
 
 _INT = np.dtype("<i4")

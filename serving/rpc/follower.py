@@ -9,7 +9,7 @@ from types import FrameType
 import grpc
 
 from peagle_jax.config import ConfigError
-from peagle_jax.engine.follower import Follower
+from peagle_jax.engine.device.follower import Follower
 from serving.hosts import BEATS, FAILED, HUNG, LOST, Fate, Heartbeats
 from serving.protos import hosts_v1_pb2 as pb
 from serving.protos import hosts_v1_pb2_grpc

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from peagle_jax.config import ConfigError
-from peagle_jax.engine.device_calls import DeviceCall
+from peagle_jax.engine.device.device_calls import DeviceCall
 from serving.bearer_tokens import token_of
 from serving.hosts import BEATS, HUNG, LOST, Fate, Heartbeats, difference
 from serving.protos import hosts_v1_pb2 as pb

@@ -6,10 +6,10 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from peagle_jax import SamplingParams
-from peagle_jax.engine.request import PromptLogprob, TokenLogprob
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.host.request import PromptLogprob, TokenLogprob
+from peagle_jax.engine.host.stats import Acceptance
 from peagle_jax.structured import Structured
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from serving import request_ids, turns
 from serving.errors import invalid
 from serving.frontend import Frontend

@@ -9,8 +9,8 @@ import grpc
 
 from peagle_jax import SamplingParams
 from peagle_jax.checkpoint.target_writer import ARCHITECTURES
-from peagle_jax.engine.request import PromptLogprob, TokenLogprob
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.host.request import PromptLogprob, TokenLogprob
+from peagle_jax.engine.host.stats import Acceptance
 from peagle_jax.structured import Structured
 from serving import request_ids, turns
 from serving.errors import Code, ServiceError, invalid

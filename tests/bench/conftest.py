@@ -3,8 +3,9 @@
 import pytest
 
 from bench import compile_cells
-from peagle_jax import runs, step
-from peagle_jax.engine.stored_programs import keep_in
+from peagle_jax.cli import runs
+from peagle_jax.engine.device.stored_programs import keep_in
+from peagle_jax.method import step
 from tests import programs
 from tests.cli.conftest import folders
 

@@ -15,9 +15,9 @@ from bench.cells import CellsConfig, Variant, most_drafts, variants
 from bench.commands.decode_step import Options
 from bench.compile_cells import Work, compile_all
 from bench.random_models import Models
-from peagle_jax.engine.compilation import Failure, Progress
-from peagle_jax.engine.round_shapes import round_shapes
-from peagle_jax.engine.stored_programs import StoredPrograms, keep_in
+from peagle_jax.engine.device.compilation import Failure, Progress
+from peagle_jax.engine.device.round_shapes import round_shapes
+from peagle_jax.engine.device.stored_programs import StoredPrograms, keep_in
 from tests import tiny
 from tests.waiting import eventually
 
@@ -58,7 +58,7 @@ def test_what_is_not_compiled_is_said(monkeypatch):
         return {(0, "prefill"): Failure("too large"), (1, None): Failure("ConfigError: no pages")}
 
     monkeypatch.setattr(compile_cells, "compile_missing", compile_missing)
-    monkeypatch.setattr("peagle_jax.runs.keep_compiled_programs", kept.append)
+    monkeypatch.setattr("peagle_jax.cli.runs.keep_compiled_programs", kept.append)
     work = [Work(print, None, (Variant("peagle", 7), (2,))), Work(print, None, ("none", 4))]
     compile_all(work, 2, said.append, seconds=0.1)
     assert said.pop().startswith("2 programs compiled by 2 processes in ")

@@ -22,7 +22,7 @@ from bench.random_weights import num_bytes, random_head, random_target
 from convert.synthetic import with_layers
 from pallas_kernels.formats import dequantize, kind
 from peagle_jax.config import ConfigError, EngineConfig, ExpertsConfig
-from peagle_jax.layers import INIT_STD
+from peagle_jax.models.layers import INIT_STD
 from tests import tiny
 
 MOE = replace(
@@ -131,7 +131,7 @@ def test_the_released_heads_have_their_published_sizes():
 
 
 def _head(name: str):
-    from peagle_jax.draft_head import DraftHead
+    from peagle_jax.method.draft_head import DraftHead
 
     return DraftHead(preset(name).head("peagle"), dtype="bfloat16", rngs=nnx.Rngs(0))
 
@@ -291,7 +291,7 @@ def test_a_cold_start_says_what_weights_cost(tiny_presets, tmp_path, monkeypatch
         return SimpleNamespace(returncode=0, stdout=f"noise\n{json.dumps(first)}\n", stderr="")
 
     monkeypatch.setattr("bench.cold_start.subprocess.run", run)
-    monkeypatch.setattr("peagle_jax.runs.keep_compiled_programs", lambda folder: None)
+    monkeypatch.setattr("peagle_jax.cli.runs.keep_compiled_programs", lambda folder: None)
     out = tmp_path / "rows.jsonl"
     argv = ["--preset", "tiny", *TINY, "--out", str(out), "--method", "none", "--cold-start"]
     assert main(["decode-step", *argv, "--concurrency", "2"]) == 0

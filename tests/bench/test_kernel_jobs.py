@@ -11,7 +11,7 @@ import pytest
 from bench import kernel_timing, kernels
 from bench.kernel_jobs import Job, _Running, compile_job, measure_job, side_by_side
 from pallas_kernels.rms_norm import specs
-from peagle_jax import runs
+from peagle_jax.cli import runs
 from tests.waiting import eventually
 
 

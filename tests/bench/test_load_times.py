@@ -10,7 +10,7 @@ from bench.__main__ import main
 from bench.load_times import _verify
 from peagle_jax.checkpoint import load_target
 from peagle_jax.config import ConfigError
-from peagle_jax.presets import PRESETS
+from peagle_jax.models.presets import PRESETS
 from tests.convert.conftest import GOLDEN, TINY_MOE
 
 

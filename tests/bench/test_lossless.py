@@ -11,7 +11,7 @@ from bench import presets
 from bench.__main__ import main
 from bench.lossless import first_difference
 from peagle_jax import Engine
-from peagle_jax.verify import Verdict, verify
+from peagle_jax.method.verify import Verdict, verify
 from tests import tiny
 
 TINY = [
@@ -123,7 +123,7 @@ def test_warm_texts_are_compared_with_the_reference_and_with_cold_ones(
 
 def test_a_warm_run_that_finds_nothing_fails(tiny_preset, tmp_path, monkeypatch, capsys):
     nothing = lambda pool, keys, salt: ([], [])
-    monkeypatch.setattr("peagle_jax.engine.pages.PagePool.find", nothing)
+    monkeypatch.setattr("peagle_jax.engine.host.pages.PagePool.find", nothing)
     argv = ["--preset", "tiny", *TINY, "--out", str(tmp_path / "rows.jsonl"), "--methods", "none"]
     argv += ["--warm", "--concurrency", "2", "--tokens", "50", "--min-prompts", "2"]
     assert main(["lossless", *argv]) == 1

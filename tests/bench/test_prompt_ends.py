@@ -7,8 +7,8 @@ import pytest
 
 from bench.commands.prompt_ends import ENDS
 from bench.prompt_ends import begins_with, cut, cuts, healed
-from peagle_jax.loading import embedded
-from peagle_jax.text import Tokenizer
+from peagle_jax.cli.loading import embedded
+from peagle_jax.text.tokenizer import Tokenizer
 
 TEXT = "".join(f"def name_{i}(value):\n    return value + {i}\n\n\n" for i in range(60))
 AFTER = {

@@ -6,7 +6,7 @@ import pytest
 
 from bench import headline, plots, report
 from bench.__main__ import main
-from peagle_jax import plotting
+from peagle_jax.cli import plotting
 from peagle_jax.config import ConfigError
 
 

@@ -22,7 +22,7 @@ from bench.random_server import save_tokenizer
 from bench.timing import drive
 from peagle_jax import SamplingParams
 from peagle_jax.config import ConfigError
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from serving.protos import peagle_v1_pb2 as pb
 from tests.bench.test_report import row
 from tests.conftest import CHEAP

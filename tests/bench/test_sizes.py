@@ -9,7 +9,7 @@ from flax import nnx
 
 from bench import sizes
 from bench.__main__ import main
-from peagle_jax.presets import PRESETS
+from peagle_jax.models.presets import PRESETS
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ from bench.synthetic import (
 )
 from peagle_jax import Engine, SamplingParams
 from peagle_jax.config import ConfigError
-from peagle_jax.drafter import make_drafter
-from peagle_jax.engine.compilation import pickled, unpickle
-from peagle_jax.engine.descriptions import describe, describe_tree
-from peagle_jax.plan import RequestParams
+from peagle_jax.engine.device.compilation import pickled, unpickle
+from peagle_jax.engine.device.program_descriptions import describe, describe_tree
+from peagle_jax.method.drafter import make_drafter
+from peagle_jax.method.plan import RequestParams
 from tests import tiny
 
 

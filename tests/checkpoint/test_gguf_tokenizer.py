@@ -6,7 +6,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_t
 from peagle_jax.checkpoint.gguf_folder import write_folder
 from peagle_jax.checkpoint.safetensors import CheckpointError
 from peagle_jax.checkpoint.target_json import target_config
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from tests.gguf_files import write_golden
 from tests.gguf_tokenizers import LINES, SENTENCEPIECE, SPACED, Stored, add_tokenizer, byte_level
 

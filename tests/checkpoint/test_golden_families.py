@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 from peagle_jax.checkpoint import load_target
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.engine import Engine
-from peagle_jax.layers import Delta
 from peagle_jax.models import Decoder
+from peagle_jax.models.layers import Delta
 from peagle_jax.rope_config import DynamicScaling, LinearScaling
 from peagle_jax.sampling_params import SamplingParams
 from tests import programs, tiny

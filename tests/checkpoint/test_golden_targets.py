@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 from peagle_jax.checkpoint import CheckpointError, load_target, save_target, target_config
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.engine import Engine
-from peagle_jax.layers import apply_rope
 from peagle_jax.models import Decoder
-from peagle_jax.rope_angles import rope_angles
+from peagle_jax.models.layers import apply_rope
+from peagle_jax.models.rope_angles import rope_angles
 from peagle_jax.sampling_params import SamplingParams
 from tests import programs
 from tests.programs import one_bucket

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from peagle_jax.checkpoint import CheckpointError, load_head, load_target, save_head, target_config
 from peagle_jax.config import ConfigError
-from peagle_jax.draft_head import DraftHead
+from peagle_jax.method.draft_head import DraftHead
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HEADS = ("peagle-1", "peagle-4", "peagle-pruned", "peagle-norms", "peagle-qwen3")

@@ -17,8 +17,8 @@ from pallas_kernels import formats
 from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_target, save_target
 from peagle_jax.checkpoint.safetensors import write
 from peagle_jax.checkpoint.tables import target_layout
+from peagle_jax.cli.loading import load_weights
 from peagle_jax.config import ConfigError
-from peagle_jax.loading import load_weights
 from tests import tiny
 
 GOLDEN = Path(__file__).parents[1] / "golden"

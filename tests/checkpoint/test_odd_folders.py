@@ -9,7 +9,7 @@ import pytest
 from peagle_jax.checkpoint import CheckpointError, load_head, load_target
 from peagle_jax.checkpoint.target_json import target_config
 from peagle_jax.config import ConfigError
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from tests.checkpoint.test_loader import GOLDEN
 from tests.checkpoint.test_quantized_files import CHANNEL, assert_same, config, tensors, written
 

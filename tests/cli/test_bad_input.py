@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from peagle_jax.checkpoint.safetensors import Checkpoint, write
-from peagle_jax.engine import memory
+from peagle_jax.engine.device import memory
 
 PROMPT = "def f(x):"
 
@@ -251,7 +251,7 @@ def test_a_device_that_is_out_of_memory_is_one_line(generate, folders, monkeypat
     def full(*args):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
 
-    monkeypatch.setattr("peagle_jax.parallel.devices.init_state", full)
+    monkeypatch.setattr("peagle_jax.devices.init_state", full)
     refused(generate(PROMPT, *folders.options()), "out of memory", "--concurrency")
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from peagle_jax import runs
-from peagle_jax.text import Tokenizer
+from peagle_jax.cli import runs
+from peagle_jax.text.tokenizer import Tokenizer
 from tests.waiting import LIMIT
 
 SHORT = ["--max-tokens", "12", "-K", "3"]

@@ -78,7 +78,7 @@ def test_a_text_that_fails_is_named_and_the_others_are_whole(
     """Its logits are not finite: an embedding of NaN for one token."""
     import jax.numpy as jnp
 
-    from peagle_jax import loading
+    from peagle_jax.cli import loading
 
     load = loading.load
 

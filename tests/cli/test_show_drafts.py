@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from peagle_jax import live_table
-from peagle_jax.draft_marks import Fate, MarkedText, fates, legend, mark_for
-from peagle_jax.engine.request import Round
-from peagle_jax.live_table import LiveComparison
-from peagle_jax.text import Tokenizer
+from peagle_jax.cli import live_table
+from peagle_jax.cli.draft_marks import Fate, MarkedText, fates, legend, mark_for
+from peagle_jax.cli.live_table import LiveComparison
+from peagle_jax.engine.host.request import Round
+from peagle_jax.text.tokenizer import Tokenizer
 from tests.cli.test_generate import PROMPT, SHORT
 
 MARKED = re.compile(r"\[(.*?)\]|\{-(.*?)-\}|\{\+(.*?)\+\}|\((.*?)\)", re.DOTALL)

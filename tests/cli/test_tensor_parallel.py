@@ -31,7 +31,7 @@ def test_what_cannot_be_shared_is_one_line(generate, folders, count, message):
 
 
 def test_more_devices_than_there_are_is_one_line(generate, folders, monkeypatch):
-    monkeypatch.setattr("peagle_jax.model_folders.check_shares", lambda *given: None)
+    monkeypatch.setattr("peagle_jax.cli.model_folders.check_shares", lambda *given: None)
     code, out, err = generate(PROMPT, *folders.options(), *SHORT, OPTION, "16")
     assert (code, out) == (2, "")
     assert "16 devices are asked for, and there are 8 of cpu" in err

@@ -8,7 +8,7 @@ from flax import nnx
 from convert.__main__ import main
 from peagle_jax.__main__ import main as generate
 from peagle_jax.checkpoint import CheckpointError, load_head, load_target, target_config
-from peagle_jax.model_folders import embedded
+from peagle_jax.cli.model_folders import embedded
 from tests import programs
 from tests.convert.conftest import GOLDEN, target_of
 

@@ -14,7 +14,7 @@ from convert.source import open_source
 from convert.summary import inspect
 from peagle_jax.checkpoint import Checkpoint, load_target
 from peagle_jax.checkpoint.safetensors import write
-from peagle_jax.parallel.devices import Devices
+from peagle_jax.devices import Devices
 from tests.convert.conftest import GOLDEN, checkpoints
 
 CHECKPOINTS = checkpoints()

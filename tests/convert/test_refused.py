@@ -18,7 +18,7 @@ from convert.stream import convert
 from peagle_jax.checkpoint import Checkpoint, CheckpointError
 from peagle_jax.checkpoint.converted import Converted
 from peagle_jax.checkpoint.safetensors import INDEX, write
-from peagle_jax.model_folders import embedded
+from peagle_jax.cli.model_folders import embedded
 from tests.convert.conftest import GOLDEN
 
 

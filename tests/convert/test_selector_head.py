@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_head, save_head, target_config
-from peagle_jax.selector import Selector
+from peagle_jax.method.selector import Selector
 from peagle_jax.training.selector import with_selector
 from tests.convert.conftest import GOLDEN, same_files
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from peagle_jax.engine.grammar import Grammars
+from peagle_jax.engine.structured.grammar import Grammars
 from tests.serving.scripted import END, make_tokenizer
 
 

@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from peagle_jax.cache import ring_rows
 from peagle_jax.config import EngineConfig
-from peagle_jax.engine.calls import Calls, DecodeCall, PrefillCall
-from peagle_jax.engine.pages import PagePool
-from peagle_jax.engine.request import BatchLogprobs, Request, RingCopy
+from peagle_jax.engine.host.calls import Calls, DecodeCall, PrefillCall
+from peagle_jax.engine.host.pages import PagePool
+from peagle_jax.engine.host.request import BatchLogprobs, Request, RingCopy
+from peagle_jax.models.cache import ring_rows
 
 VOCAB = 60
 JUNK = -1  # what rejected drafts, mask rows and padding leave behind in the caches

@@ -6,11 +6,11 @@ from collections import Counter
 import numpy as np
 
 from peagle_jax.config import EngineConfig
-from peagle_jax.engine.calls import Calls
-from peagle_jax.engine.grammar import Matcher, masks_of
-from peagle_jax.engine.request import Request, RequestState
-from peagle_jax.engine.scheduler import Scheduler
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.host.calls import Calls
+from peagle_jax.engine.host.request import Request, RequestState
+from peagle_jax.engine.host.scheduler import Scheduler
+from peagle_jax.engine.host.stats import Acceptance
+from peagle_jax.engine.structured.grammar import Matcher, masks_of
 from peagle_jax.sampling_params import SamplingParams
 from tests.engine.fake_device import VOCAB, FakeDevice, allowed_next
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from peagle_jax.engine.request import Request
-from peagle_jax.engine.scheduler import QueueFull, Scheduler
-from peagle_jax.engine.stats import Acceptance, RoundCounter
+from peagle_jax.engine.host.request import Request
+from peagle_jax.engine.host.scheduler import QueueFull, Scheduler
+from peagle_jax.engine.host.stats import Acceptance, RoundCounter
 from tests.engine.fake_device import VOCAB
 from tests.engine.fake_engine import (
     EOS,

@@ -12,10 +12,10 @@ from pallas_kernels import dispatch, formats
 from pallas_kernels.device import B200, B300, CPU, H200, RTX5090, V6E
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError
-from peagle_jax.layers import Linear
 from peagle_jax.models.experts import ExpertLinear
-from peagle_jax.quant import quantize_fp8
-from peagle_jax.quantized_activations import requantize, with_activations
+from peagle_jax.models.layers import Linear
+from peagle_jax.models.quant import quantize_fp8
+from peagle_jax.models.quantized_activations import requantize, with_activations
 from tests import programs, tiny
 from tests.programs import one_bucket
 

@@ -7,10 +7,10 @@ import numpy as np
 
 from bench.random_times import RandomTimes
 from peagle_jax.config import EngineConfig
-from peagle_jax.engine.adaptive import LoadPolicy
-from peagle_jax.engine.calls import DecodeCall, RoundShape
-from peagle_jax.engine.request import RequestState
-from peagle_jax.engine.scheduler import Scheduler
+from peagle_jax.engine.host.calls import DecodeCall, RoundShape
+from peagle_jax.engine.host.k_by_load import LoadPolicy
+from peagle_jax.engine.host.request import RequestState
+from peagle_jax.engine.host.scheduler import Scheduler
 from tests.engine.fake_engine import EOS, ends_in_seventeen, make_request
 
 B, J, N = 3, 4, 3

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from peagle_jax import Engine, EngineConfig, SamplingParams, step
-from peagle_jax.engine import compilation
-from peagle_jax.engine.compilation import CompileError, Failure, Progress, compile_missing
-from peagle_jax.engine.stored_programs import keep_in
-from peagle_jax.verify import verify
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.engine.device import compilation
+from peagle_jax.engine.device.compilation import CompileError, Failure, Progress, compile_missing
+from peagle_jax.engine.device.stored_programs import keep_in
+from peagle_jax.method import step
+from peagle_jax.method.verify import verify
 from tests import tiny
 from tests.waiting import LIMIT
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from peagle_jax.engine.calls import Calls
-from peagle_jax.engine.grammar import Matcher
-from peagle_jax.engine.mask_threads import MaskThreads
-from peagle_jax.engine.request import Request
-from peagle_jax.engine.scheduler import QueueFull
-from peagle_jax.plan import mask_words
+from peagle_jax.engine.host.calls import Calls
+from peagle_jax.engine.host.request import Request
+from peagle_jax.engine.host.scheduler import QueueFull
+from peagle_jax.engine.structured.grammar import Matcher
+from peagle_jax.engine.structured.mask_threads import MaskThreads
+from peagle_jax.method.plan import mask_words
 from tests.engine.fake_device import VOCAB
 from tests.engine.fake_engine import EOS, FakeEngine, check_finished, make_config
 

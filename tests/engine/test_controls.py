@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax import Engine, EngineConfig, SamplingParams, step
-from peagle_jax.engine.calls import DecodeCall, RoundShape
-from peagle_jax.engine.request import RequestState
-from peagle_jax.plan import mask_words
+from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.engine.host.calls import DecodeCall, RoundShape
+from peagle_jax.engine.host.request import RequestState
+from peagle_jax.method import step
+from peagle_jax.method.plan import mask_words
 from tests import tiny
 from tests.programs import one_bucket
 from tests.test_losslessness import OracleDrafter

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
-from peagle_jax.engine.request import Request, Round
-from peagle_jax.engine.scheduler import QueueFull
-from peagle_jax.text import Tokenizer
+from peagle_jax.engine.host.request import Request, Round
+from peagle_jax.engine.host.scheduler import QueueFull
+from peagle_jax.text.tokenizer import Tokenizer
 from tests import programs, tiny
 from tests.eager import moved_by_jax
 from tests.programs import one_bucket

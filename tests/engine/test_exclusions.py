@@ -4,7 +4,7 @@ import pytest
 
 from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.engine.round_shapes import greedy_shapes, rounds_per_call
+from peagle_jax.engine.device.round_shapes import greedy_shapes, rounds_per_call
 
 
 @pytest.mark.parametrize(

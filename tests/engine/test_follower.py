@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine.device_calls import Compile, CopyRings, Run, WriteControls
+from peagle_jax.engine.device.device_calls import Compile, CopyRings, Run, WriteControls
 from tests import tiny
 from tests.programs import one_bucket
 

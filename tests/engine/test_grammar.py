@@ -9,13 +9,13 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from peagle_jax import ConfigError
-from peagle_jax.engine import grammar, mask_threads
-from peagle_jax.engine.grammar import ALL, Grammars, Matcher, masks_of
-from peagle_jax.engine.mask_threads import MaskThreads
-from peagle_jax.model_folders import ASSETS
-from peagle_jax.plan import mask_words
+from peagle_jax.cli.model_folders import ASSETS
+from peagle_jax.engine.structured import grammar, mask_threads
+from peagle_jax.engine.structured.grammar import ALL, Grammars, Matcher, masks_of
+from peagle_jax.engine.structured.mask_threads import MaskThreads
+from peagle_jax.method.plan import mask_words
 from peagle_jax.structured import Structured
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 
 PERSON = {
     "type": "object",

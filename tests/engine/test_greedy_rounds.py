@@ -10,8 +10,8 @@ import pytest
 
 from bench import timing
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine.calls import RoundShape
-from peagle_jax.engine.programs import GreedyRound
+from peagle_jax.engine.device.programs import GreedyRound
+from peagle_jax.engine.host.calls import RoundShape
 from tests import programs, tiny
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [5, 3]]
@@ -224,7 +224,9 @@ def test_a_call_of_several_rounds_is_timed_by_the_round(monkeypatch):
         engine._timer.times, "add_round", lambda shape, seconds: found.append(seconds)
     )
     clock = iter(range(0, 9999, 6))
-    monkeypatch.setattr("peagle_jax.engine.round_timer.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr(
+        "peagle_jax.engine.device.round_timer.time.perf_counter", lambda: next(clock)
+    )
     engine.generate(PROMPTS[:1], SamplingParams(max_tokens=40, ignore_eos=True))
     assert 2.0 in found  # 6 seconds for three rounds
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from peagle_jax import ConfigError
-from peagle_jax.engine.lark import literal, named, with_schemas
+from peagle_jax.engine.structured.lark import literal, named, with_schemas
 from peagle_jax.structured import Structured
 
 

@@ -8,8 +8,8 @@ import pytest
 from jax.experimental.layout import Format, Layout
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine import layouts
-from peagle_jax.engine.calls import RoundShape
+from peagle_jax.engine.device import layouts
+from peagle_jax.engine.host.calls import RoundShape
 from tests import tiny
 from tests.programs import one_bucket
 

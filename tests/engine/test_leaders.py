@@ -2,7 +2,7 @@
 
 import pytest
 
-from peagle_jax.engine.request import Request
+from peagle_jax.engine.host.request import Request
 from tests.engine.fake_engine import FakeEngine, check_finished, make_config
 
 Z, CHUNK, SHARED, OWN = 4, 8, 40, 5

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle_jax import Engine, SamplingParams
-from peagle_jax.drafter import Proposal
+from peagle_jax.method.drafter import Proposal
 from tests import tiny
 from tests.programs import OneBucketConfig, one_bucket
 

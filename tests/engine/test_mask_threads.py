@@ -8,10 +8,10 @@ import pytest
 from llguidance import LLMatcher
 
 from bench.mask_times import Words
-from peagle_jax.engine import mask_threads
-from peagle_jax.engine.grammar import Matcher, definition, masks_of, new_matcher
-from peagle_jax.engine.mask_threads import MaskThreads
-from peagle_jax.plan import mask_words
+from peagle_jax.engine.structured import mask_threads
+from peagle_jax.engine.structured.grammar import Matcher, definition, masks_of, new_matcher
+from peagle_jax.engine.structured.mask_threads import MaskThreads
+from peagle_jax.method.plan import mask_words
 from peagle_jax.structured import Structured
 
 DEFINITION = definition(Structured.json_schema({"type": "string", "maxLength": 9}), None, {})

@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
-from peagle_jax.engine.grammar import Matcher
-from peagle_jax.engine.mask_threads import MaskThreads
-from peagle_jax.engine.mask_turns import SECONDS
-from peagle_jax.engine.request import Request
+from peagle_jax.engine.host.mask_turns import SECONDS
+from peagle_jax.engine.host.request import Request
+from peagle_jax.engine.structured.grammar import Matcher
+from peagle_jax.engine.structured.mask_threads import MaskThreads
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.test_constrained_rounds import GRAMMARS, matcher_of
 from tests.engine.test_scheduler import make_config

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from peagle_jax.adjust import init_controls
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.engine import memory
-from peagle_jax.ngram import History
-from peagle_jax.step import init_state
+from peagle_jax.engine.device import memory
+from peagle_jax.method.adjust import init_controls
+from peagle_jax.method.ngram import History
+from peagle_jax.method.step import init_state
 from tests.tiny import FAMILIES, HEAD, TARGET
 
 CONFIG = EngineConfig(num_draft=1, prefill_chunk=8, max_num_seqs=4, max_model_len=64, page_size=16)

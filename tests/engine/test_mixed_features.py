@@ -9,7 +9,7 @@ import pytest
 
 from bench.random_times import RandomTimes
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine import adaptive
+from peagle_jax.engine.host import k_by_load
 from peagle_jax.structured import Structured
 from tests import tiny
 from tests.json_vocabulary import END, json_tokenizer
@@ -43,7 +43,7 @@ FEATURES = (
 def test_requests_with_any_features_keep_the_text_of_plain_decoding(
     family, monkeypatch, num_cases, tmp_path
 ):
-    monkeypatch.setattr(adaptive.LoadPolicy, "decide_every", 1)
+    monkeypatch.setattr(k_by_load.LoadPolicy, "decide_every", 1)
     tokenizer = json_tokenizer(tmp_path)
     layers = tiny.ONE_LAYER if family == "llama" else {}  # gemma4 has a window in some layers only
     changes = tiny.FAMILIES[family] | layers

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine.request import NOT_FINITE
+from peagle_jax.engine.host.request import NOT_FINITE
 from tests import programs, tiny
 from tests.programs import one_bucket
 

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams, child_python
-from peagle_jax.drafter import Proposal, make_drafter
+from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
+from peagle_jax.method.drafter import Proposal, make_drafter
+from peagle_jax.text import child_python
 from tests import tiny
 from tests.programs import one_bucket
 
@@ -117,8 +118,8 @@ MODULE = '''
 from dataclasses import dataclass, field
 from typing import ClassVar
 import jax, jax.numpy as jnp
-from peagle_jax.drafter import Proposal
-from peagle_jax.engine.descriptions import source_digest
+from peagle_jax.method.drafter import Proposal
+from peagle_jax.engine.device.program_descriptions import source_digest
 
 
 @jax.tree_util.register_dataclass

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from peagle_jax.engine.pages import DUMMY_PAGE, OutOfPages, PagePool
+from peagle_jax.engine.host.pages import DUMMY_PAGE, OutOfPages, PagePool
 
 
 def test_every_page_but_the_dummy_is_handed_out_once():

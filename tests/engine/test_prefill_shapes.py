@@ -7,7 +7,12 @@ import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError
-from peagle_jax.engine.prefill_shapes import PrefillShape, choose_shape, full_shape, prefill_shapes
+from peagle_jax.engine.host.prefill_shapes import (
+    PrefillShape,
+    choose_shape,
+    full_shape,
+    prefill_shapes,
+)
 from tests import programs, tiny
 
 SIZES = dict(num_draft=3, max_num_seqs=4, max_model_len=128, page_size=4)

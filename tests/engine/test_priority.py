@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from peagle_jax.engine.request import RequestState
+from peagle_jax.engine.host.request import RequestState
 from tests.engine.fake_device import VOCAB
 from tests.engine.fake_engine import FakeEngine, check_finished, make_config
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
-from peagle_jax.engine.request import RequestState
-from peagle_jax.prompt_scores import BLOCK, score_prompt
+from peagle_jax.engine.host.request import RequestState
+from peagle_jax.method.prompt_scores import BLOCK, score_prompt
 from tests import tiny
 from tests.programs import one_bucket
 from tests.tiny import causal_attention

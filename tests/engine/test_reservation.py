@@ -2,7 +2,7 @@
 
 import pytest
 
-from peagle_jax.engine.scheduler import Scheduler
+from peagle_jax.engine.host.scheduler import Scheduler
 from tests.engine.fake_engine import FakeEngine, make_config
 
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle_jax import EngineConfig
-from peagle_jax.engine import round_times
-from peagle_jax.engine.calls import RoundShape
-from peagle_jax.engine.round_times import IDLE_RUNS, RoundTimes, monotone
-from peagle_jax.engine.stored_times import FOLDER, StoredTimes, read_times
+from peagle_jax.engine.device.stored_times import FOLDER, StoredTimes, read_times
+from peagle_jax.engine.host import round_times
+from peagle_jax.engine.host.calls import RoundShape
+from peagle_jax.engine.host.round_times import IDLE_RUNS, RoundTimes, monotone
 
 SHAPES = st.builds(RoundShape, st.integers(1, 64), st.integers(0, 8))
 SECONDS = st.floats(1e-6, 10)

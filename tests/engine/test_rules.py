@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
-from peagle_jax.engine.rules import check_request
-from peagle_jax.loading import load
+from peagle_jax.cli.loading import load
+from peagle_jax.engine.host.rules import check_request
 
 J = 3
 X = 95  # token "x" of the embedded model

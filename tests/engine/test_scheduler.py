@@ -1,19 +1,15 @@
 """The scheduler against `FakeDevice`, a model of the device in plain Python."""
 
-import ast
 import random
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import peagle_jax
-from peagle_jax.engine.prefixes import PrefixCache
-from peagle_jax.engine.request import Request, RequestState
-from peagle_jax.engine.scheduler import QueueFull, Scheduler
-from peagle_jax.engine.slots import Reach
+from peagle_jax.engine.host.prefixes import PrefixCache
+from peagle_jax.engine.host.request import Request, RequestState
+from peagle_jax.engine.host.scheduler import QueueFull, Scheduler
+from peagle_jax.engine.host.slots import Reach
 from tests.engine.fake_engine import (
     EOS,
     FakeEngine,
@@ -355,47 +351,3 @@ def test_text_keeps_the_token_that_ends_it(fields, kept, reason, stop):
     request = make_request(**(dict(id=0, prompt=[1, 2], num_draft=0) | fields))
     assert request.append([8, EOS, 7], eos_ids=(EOS,), max_model_len=9) == kept
     assert (request.output, request.finish_reason, request.stop_reason) == (kept, reason, stop)
-
-
-HOST_SIDE = {
-    "__init__",
-    "integrity",
-    "mask_turns",
-    "request",
-    "pages",
-    "calls",
-    "prefill_shapes",
-    "stats",
-    "round_times",
-    "adaptive",
-    "choice",
-    "slots",
-    "mask_threads",
-    "prefixes",
-    "reservation",
-    "commits",
-    "controls",
-    "grammar",
-    "lark",
-    "schema_objects",
-    "schema_rules",
-    "spellings",
-}
-
-
-@pytest.mark.parametrize("name", sorted(HOST_SIDE | {"scheduler"}))
-def test_the_host_side_imports_no_jax(name):
-    path = Path(peagle_jax.__file__).parent / "engine" / f"{name}.py"
-    modules = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            is_package = node.module == "peagle_jax.engine"
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            modules |= names if is_package else {node.module}
-    engine = {f"peagle_jax.engine.{name}" for name in HOST_SIDE}
-    names = ("config", "plan", "sampling_params", "structured", "errors", "text")
-    others = {f"peagle_jax.{name}" for name in names}
-    foreign = {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names}
-    assert foreign <= engine | others | {"numpy", "llguidance", "llguidance.numpy"}

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from peagle_jax import ConfigError
-from peagle_jax.engine.grammar import Matcher
-from peagle_jax.engine.schema_objects import MOST_ITEMS
-from peagle_jax.engine.schema_rules import _is_read_exactly
+from peagle_jax.engine.structured.grammar import Matcher
+from peagle_jax.engine.structured.schema_objects import MOST_ITEMS
+from peagle_jax.engine.structured.schema_rules import _is_read_exactly
 from peagle_jax.structured import Structured
 
 

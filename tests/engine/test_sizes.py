@@ -6,7 +6,7 @@ import pytest
 
 from peagle_jax import Engine
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.engine.sizes import check_sizes
+from peagle_jax.engine.device.sizes import check_sizes
 from tests import tiny
 
 TARGET = replace(tiny.TARGET, max_position=5000)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from peagle_jax.config import EngineConfig
-from peagle_jax.engine.slots import FreeSlots, Reach, SavedRings
+from peagle_jax.engine.host.slots import FreeSlots, Reach, SavedRings
 from tests.engine.fake_engine import FakeEngine, check_finished, make_config
 
 CONFIG = EngineConfig(num_draft=2, max_num_seqs=3, max_model_len=200, page_size=4, prefill_chunk=8)

@@ -21,9 +21,9 @@ import pytest
 
 from pallas_kernels import dispatch
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine import stored_programs
-from peagle_jax.engine.stored_programs import StoredPrograms, keep_in, make_room
-from peagle_jax.verify import verify, verify_blocks
+from peagle_jax.engine.device import stored_programs
+from peagle_jax.engine.device.stored_programs import StoredPrograms, keep_in, make_room
+from peagle_jax.method.verify import verify, verify_blocks
 from tests import conftest, tiny
 from tests.waiting import LIMIT
 
@@ -82,7 +82,7 @@ def path_of(kept: StoredPrograms, name="a", operands=(), options=None):
 
 def traced(monkeypatch) -> list[str]:
     """The names of the step's functions, each time that one is traced."""
-    from peagle_jax import step
+    from peagle_jax.method import step
 
     found: list[str] = []
     for name in ("prefill", "speculative_step"):
@@ -120,8 +120,8 @@ def test_a_second_engine_traces_nothing_and_writes_the_same(folder, monkeypatch)
 _OTHER_PROCESS = """
 import json, sys
 from pathlib import Path
-from peagle_jax import step
-from peagle_jax.engine.stored_programs import keep_in
+from peagle_jax.method import step
+from peagle_jax.engine.device.stored_programs import keep_in
 from tests.engine import test_stored_programs as tests
 
 def refuse(*args, **given):
@@ -255,7 +255,7 @@ LIBRARY = """
 import json, sys
 from pathlib import Path
 import jax, numpy as np
-from peagle_jax.engine import stored_programs
+from peagle_jax.engine.device import stored_programs
 stored_programs.use_library_cache(Path(sys.argv[1]))
 hits = []
 jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
-from peagle_jax.engine.request import Request
-from peagle_jax.loading import load_weights
+from peagle_jax.cli.loading import load_weights
+from peagle_jax.engine.host.request import Request
 from peagle_jax.structured import Structured
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.json_schema_suite import CHECKABLE
 from tests.json_vocabulary import BEGIN_THINK, END, END_THINK, json_tokenizer

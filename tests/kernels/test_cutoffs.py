@@ -10,7 +10,7 @@ from pallas_kernels.cutoffs import specs
 from pallas_kernels.cutoffs.api import cutoffs, has_kernel
 from pallas_kernels.cutoffs.mosaic_gpu import _Plan
 from pallas_kernels.device import GENERATIONS
-from peagle_jax import sampling
+from peagle_jax.method import sampling
 from peagle_jax.parallel import partition
 
 INF = np.inf

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.moe.api import ExpertWeights, moe, route
-from peagle_jax.quant import quantize_fp8
+from peagle_jax.models.quant import quantize_fp8
 from tests.kernels.compiled import dequantize
 
 pytestmark = pytest.mark.sampled(1)

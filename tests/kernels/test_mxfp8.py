@@ -24,7 +24,7 @@ from pallas_kernels.moe.api import ExpertForm, ExpertWeights, moe
 from pallas_kernels.moe.specs import SPECS
 from pallas_kernels.weight_tiles.codecs import Mxfp8
 from pallas_kernels.weight_tiles.mma_sm100 import Tcgen05
-from peagle_jax.quantized_activations import _rounded, _widened
+from peagle_jax.models.quantized_activations import _rounded, _widened
 from tests.kernels import block_scaled
 from tests.kernels.compiled import referenced
 from tests.kernels.test_moe_mosaic import by_definition, logits_of, mix

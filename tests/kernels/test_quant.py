@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.formats import dequantize, kind
-from peagle_jax.quant import FP8_MAX, quantize_fp8
+from peagle_jax.models.quant import FP8_MAX, quantize_fp8
 
 
 def unpack(values: np.ndarray, scale: np.ndarray) -> np.ndarray:

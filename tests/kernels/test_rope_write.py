@@ -11,8 +11,8 @@ import pytest
 from pallas_kernels.rms_norm.api import rms_norm
 from pallas_kernels.rope_write.api import Form, rope_write
 from pallas_kernels.rope_write.reference import write_kv
-from peagle_jax.layers import apply_rope
-from peagle_jax.rope_angles import rope_angles
+from peagle_jax.models.layers import apply_rope
+from peagle_jax.models.rope_angles import rope_angles
 from peagle_jax.rope_config import RopeConfig
 
 pytestmark = pytest.mark.sampled(1)
@@ -86,7 +86,7 @@ CASES = {
 
 
 def layer_by_layer(pages, k_pages, v_pages, *, angles, page_table, positions, form, norms, bias):
-    """What `peagle_jax.layers.Attention` does with its projection."""
+    """What `peagle_jax.models.layers.Attention` does with its projection."""
     parts, dtype, (K, H) = pages, form.dtype or k_pages.dtype, k_pages.shape[2:]
     x = sum(parts[1:], start=parts[0]) if parts.ndim == 4 else parts
     x = (x if bias is None else x + bias.astype(x.dtype)).astype(dtype)

@@ -6,10 +6,10 @@ import pytest
 
 from peagle_jax import Engine
 from peagle_jax.config import EngineConfig, ExpertsConfig
-from peagle_jax.engine.calls import RoundShape
-from peagle_jax.engine.device_calls import PREFILL, GreedyRound
+from peagle_jax.devices import Devices
+from peagle_jax.engine.device.device_calls import PREFILL, GreedyRound
+from peagle_jax.engine.host.calls import RoundShape
 from peagle_jax.parallel import partition
-from peagle_jax.parallel.devices import Devices
 from tests import tiny
 
 

@@ -8,8 +8,8 @@ import pytest
 from pallas_kernels.peer_gather import mailbox
 from peagle_jax import Engine
 from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.devices import Devices
 from peagle_jax.parallel import mailboxes
-from peagle_jax.parallel.devices import Devices
 from tests import tiny
 
 

@@ -12,7 +12,7 @@ from bench.random_weights import random_target
 from pallas_kernels.peer_gather import mailbox
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError, ExpertsConfig, GlobalAttention
-from peagle_jax.engine.device_calls import GreedyRound
+from peagle_jax.engine.device.device_calls import GreedyRound
 from peagle_jax.rope_config import RopeConfig
 from tests import programs, tiny
 from tests.programs import one_bucket

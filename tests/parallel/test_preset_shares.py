@@ -6,7 +6,7 @@ from flax import nnx
 from bench.presets import names, preset
 from bench.random_weights import random_head, random_target
 from peagle_jax.config import ConfigError
-from peagle_jax.parallel.devices import Devices
+from peagle_jax.devices import Devices
 from peagle_jax.parallel.shares import check_shares
 
 COUNTS = (2, 4, 8)

@@ -13,7 +13,7 @@ from peagle_jax.checkpoint.safetensors import Checkpoint
 from peagle_jax.checkpoint.staging import aligned
 from peagle_jax.checkpoint.tables import target_layout
 from peagle_jax.config import ConfigError
-from peagle_jax.parallel.devices import Devices
+from peagle_jax.devices import Devices
 from peagle_jax.parallel.shares import cut_of
 from tests.convert.conftest import GOLDEN, target_of
 

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels.moe.api import ExpertWeights, mixture
 from pallas_kernels.moe.worklist import make_worklist, own_items
-from peagle_jax.quant import quantize_fp8
+from peagle_jax.models.quant import quantize_fp8
 
 E, K, D, F = 8, 2, 128, 192
 

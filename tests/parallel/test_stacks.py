@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from peagle_jax.devices import Devices
 from peagle_jax.parallel import stacks
-from peagle_jax.parallel.devices import Devices
 from peagle_jax.parallel.partition import AXIS
 from peagle_jax.parallel.stacks import Stacks
 

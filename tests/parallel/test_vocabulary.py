@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from peagle_jax import sampling
+from peagle_jax.method import sampling
+from peagle_jax.method.plan import RequestParams
+from peagle_jax.method.prompt_scores import score_prompt
+from peagle_jax.method.selector import candidates
+from peagle_jax.method.verify import largest, verify
 from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.parallel.partition import AXIS
 from peagle_jax.parallel.shares import vocabulary_rows
-from peagle_jax.plan import RequestParams
-from peagle_jax.prompt_scores import score_prompt
-from peagle_jax.selector import candidates
-from peagle_jax.verify import largest, verify
 
 V = 43
 

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from peagle_jax import Engine, EngineConfig
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from tests import programs, tiny
 from tests.serving.live import LiveServer
 from tests.serving.scripted import TEMPLATE, Scripted, make_tokenizer

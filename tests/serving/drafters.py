@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from peagle_jax import Engine, SamplingParams
-from peagle_jax.drafter import Proposal
+from peagle_jax.method.drafter import Proposal
 from tests.programs import OneBucketConfig
 from tests.serving.conftest import SIZES
 

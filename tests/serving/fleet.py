@@ -15,7 +15,7 @@ import httpx
 from bench.served import Served
 from peagle_jax.checkpoint import save_head, save_target
 from peagle_jax.models import Decoder
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.serving.gateway import running_gateway
 from tests.waiting import LIMIT, eventually

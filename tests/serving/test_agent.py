@@ -6,7 +6,7 @@ import sys
 import openai
 import pytest
 
-from peagle_jax.loading import load
+from peagle_jax.cli.loading import load
 from tests.programs import OneBucketConfig
 from tests.serving.live import LiveServer
 from tests.serving.scripted import Script

@@ -17,9 +17,10 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from peagle_jax import EngineConfig, runs
+from peagle_jax import EngineConfig
+from peagle_jax.cli import runs
+from peagle_jax.cli.model_folders import embedded
 from peagle_jax.config import ConfigError
-from peagle_jax.model_folders import embedded
 from serving.client import main
 from serving.engines import make_engine
 from serving.settings import Settings, read_models, served_name

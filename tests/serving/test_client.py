@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from peagle_jax import SamplingParams
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.host.stats import Acceptance
 from serving.client import main
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -305,4 +305,4 @@ def test_only_grpc_the_stubs_and_shared_options_are_imported():
         "print(heavy | ours)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert (done.stdout.strip(), done.stderr) == ("{'peagle_jax.command_line'}", "")
+    assert (done.stdout.strip(), done.stderr) == ("{'peagle_jax.cli.command_line'}", "")

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from peagle_jax import ConfigError
-from peagle_jax.engine.grammar import Grammars, Matcher
-from peagle_jax.model_folders import ASSETS
+from peagle_jax.cli.model_folders import ASSETS
+from peagle_jax.engine.structured.grammar import Grammars, Matcher
 from peagle_jax.structured import Structured
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from serving import caller, constraints, grammar_checker
 from serving.constraint_memory import ConstraintMemory, allocated
 from serving.constraints import Constraints

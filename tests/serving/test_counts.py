@@ -10,8 +10,8 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from peagle_jax import Engine, SamplingParams
-from peagle_jax.drafter import Proposal
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.host.stats import Acceptance
+from peagle_jax.method.drafter import Proposal
 from serving.client.answer import as_json, statistics
 from serving.errors import Code
 from serving.logs import log_request

@@ -10,7 +10,7 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from peagle_jax import Engine
-from peagle_jax.engine.request import NOT_FINITE
+from peagle_jax.engine.host.request import NOT_FINITE
 from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc
 from tests import tiny
 from tests.programs import OneBucketConfig

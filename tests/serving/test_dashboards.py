@@ -10,7 +10,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from peagle_jax import EngineConfig
-from peagle_jax.engine.stats import Acceptance
+from peagle_jax.engine.host.stats import Acceptance
 from serving.messages import Load
 from serving.metrics import Metrics
 

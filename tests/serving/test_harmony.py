@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from serving.harmony import HarmonyIds, HarmonyParser
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from peagle_jax.config import ConfigError
-from peagle_jax.engine.request import Round, TokenLogprob
-from peagle_jax.engine.stats import Acceptance, NgramCounts
+from peagle_jax.engine.host.request import Round, TokenLogprob
+from peagle_jax.engine.host.stats import Acceptance, NgramCounts
 from serving import hub
 from serving.frames import Channel, Inbox, encode, packed, packed_load, unpacked, unpacked_load
 from serving.hub import Hub

@@ -66,7 +66,7 @@ def test_large_requests_of_every_protocol_are_noticed(make_engine, at_once):
 
 TOKENISE = """
 import asyncio, random
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from serving.limits import Limits
 from serving.memory import c_library_trim
 from serving.tokenizing import Encoder

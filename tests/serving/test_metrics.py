@@ -11,8 +11,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from peagle_jax import EngineConfig
-from peagle_jax.engine import adaptive, memory
-from peagle_jax.engine.round_times import RoundTimes
+from peagle_jax.engine.device import memory
+from peagle_jax.engine.host import k_by_load
+from peagle_jax.engine.host.round_times import RoundTimes
 from serving.messages import Load, Tokens
 from serving.metrics import Metrics
 from serving.protos import peagle_v1_pb2 as pb
@@ -145,7 +146,7 @@ class ZeroIsFastest(RoundTimes):
 
 @pytest.mark.slow
 def test_metrics_and_stats_say_what_was_chosen_at_run_time(make_engine, monkeypatch):
-    monkeypatch.setattr(adaptive.LoadPolicy, "decide_every", 1)
+    monkeypatch.setattr(k_by_load.LoadPolicy, "decide_every", 1)
     engine = make_engine(adaptive="load", max_num_seqs=1, max_waiting=1, times=ZeroIsFastest())
     server = LiveServer(engine, http=True)
     found = scrape(server)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from peagle_jax.config import ConfigError
-from peagle_jax.engine.calls import RoundShape
-from peagle_jax.engine.device_calls import (
+from peagle_jax.engine.device.device_calls import (
     PREFILL,
     Compile,
     CopyRings,
@@ -19,6 +18,7 @@ from peagle_jax.engine.device_calls import (
     Run,
     WriteControls,
 )
+from peagle_jax.engine.host.calls import RoundShape
 from serving import hosts
 from serving.hosts import Fate, identity
 from serving.rpc.credentials import channel_credentials, server_credentials

@@ -334,7 +334,7 @@ def test_a_template_in_a_file_of_its_own_is_read(tmp_path):
     make_tokenizer(tmp_path, "")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "chat_template.jinja").write_text(QWEN)
-    from peagle_jax.text import Tokenizer
+    from peagle_jax.text.tokenizer import Tokenizer
 
     assert Replies(Tokenizer(tmp_path)).name == "qwen3"
 

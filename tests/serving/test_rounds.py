@@ -5,7 +5,7 @@ import httpx
 import pytest
 
 from peagle_jax import SamplingParams
-from peagle_jax.engine.request import Round
+from peagle_jax.engine.host.request import Round
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos.peagle_v1_pb2_grpc import GenerationStub
 from serving.rounds import RoundReports

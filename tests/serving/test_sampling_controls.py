@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from peagle_jax import EngineConfig, SamplingParams
-from peagle_jax.prompts import read_jsonl
+from peagle_jax.text.prompts import read_jsonl
 from serving.errors import ServiceError
 from serving.http.chat import ChatFields
 from serving.http.completions import CompletionFields

@@ -16,7 +16,7 @@ from bench.served import Served
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.checkpoint import load_head, load_target, save_head, save_target
 from peagle_jax.config import ConfigError
-from peagle_jax.parallel.devices import Devices
+from peagle_jax.devices import Devices
 from serving.protos import hosts_v1_pb2 as hosts
 from serving.protos import hosts_v1_pb2_grpc, peagle_v1_pb2_grpc
 from serving.protos import peagle_v1_pb2 as pb

@@ -7,7 +7,7 @@ import pydantic
 import pytest
 
 from peagle_jax import SamplingParams
-from peagle_jax.loading import load
+from peagle_jax.cli.loading import load
 from tests.programs import OneBucketConfig
 from tests.serving.gateway import running_gateway
 from tests.serving.live import LiveServer

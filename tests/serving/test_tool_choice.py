@@ -7,10 +7,10 @@ import httpx
 import openai
 import pytest
 
-from peagle_jax.engine.grammar import Grammars
-from peagle_jax.model_folders import embedded
+from peagle_jax.cli.model_folders import embedded
+from peagle_jax.engine.structured.grammar import Grammars
 from peagle_jax.structured import Structured
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from serving.app import _reply_format
 from serving.errors import ServiceError
 from serving.http.fields import Reading

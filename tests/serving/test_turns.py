@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 
 import pytest
 
-from peagle_jax.engine.request import PromptLogprob
+from peagle_jax.engine.host.request import PromptLogprob
 from serving import turns
 from serving.http.errors import dump, dump_in_turns
 from serving.http.reports import CompletionLogprobs, prompt_logprobs

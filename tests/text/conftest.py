@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from tests.text.families import FAMILIES, write
 
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from peagle_jax import chat_templates
+from peagle_jax.cli.model_folders import embedded
 from peagle_jax.config import ConfigError
-from peagle_jax.model_folders import embedded
-from peagle_jax.text import Tokenizer
+from peagle_jax.text import chat_templates
+from peagle_jax.text.tokenizer import Tokenizer
 from peagle_jax.training.data import CHAT_TEMPLATE
 from tests.text.families import FAMILIES, FIRST_BYTE, GEMMA_LETTERS, write
 

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from peagle_jax import chat_templates
-from peagle_jax.bounded_process import UnavailableError
 from peagle_jax.config import ConfigError
-from peagle_jax.text import Tokenizer
+from peagle_jax.text import chat_templates
+from peagle_jax.text.bounded_process import UnavailableError
+from peagle_jax.text.tokenizer import Tokenizer
 from tests.text.families import write
 from tests.waiting import LIMIT, eventually
 

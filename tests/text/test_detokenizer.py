@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from peagle_jax.config import ConfigError
-from peagle_jax.text import Detokenizer, Tokenizer
+from peagle_jax.text.tokenizer import Detokenizer, Tokenizer
 from tests.text.families import FAMILIES, FIRST_BYTE
 
 FUZZ = settings(deadline=None, derandomize=True)

@@ -10,9 +10,9 @@ import pytest
 
 from peagle_jax import EngineConfig, SamplingParams, load
 from peagle_jax.checkpoint import save_target
+from peagle_jax.cli.model_folders import embedded
 from peagle_jax.config import ConfigError
-from peagle_jax.model_folders import embedded
-from peagle_jax.text import Tokenizer
+from peagle_jax.text.tokenizer import Tokenizer
 from peagle_jax.training import __main__ as command
 from peagle_jax.training import answers, chats, synthesis
 from peagle_jax.training.mask_token import mask_token

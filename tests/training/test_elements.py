@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from peagle_jax.config import DrafterConfig, TargetConfig
-from peagle_jax.draft_head import DraftHead
+from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.rope_config import RopeConfig
 from peagle_jax.training import cod, embedding, passes

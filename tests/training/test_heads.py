@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from peagle_jax.config import ConfigError
-from peagle_jax.draft_head import DraftHead
+from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.training import cod, drafter, passes
 from peagle_jax.training.trainer import split_model
 from tests import tiny

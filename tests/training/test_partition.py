@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from peagle_jax.draft_head import DraftHead
+from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.training import cod, drafter
 from peagle_jax.training.partition import deal, sum_over
 from peagle_jax.training.trainer import split_model

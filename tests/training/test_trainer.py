@@ -15,7 +15,8 @@ from optax.contrib import MuonDimensionNumbers, muon
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import H200
-from peagle_jax import layers, plotting
+from peagle_jax.cli import plotting
+from peagle_jax.models import layers
 from peagle_jax.training.trainer import RunConfig, Task, fit, make_optimizer, make_step
 
 RUN = RunConfig(

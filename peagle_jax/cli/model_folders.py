@@ -1,0 +1,72 @@
+"""Model folders: paths of the embedded model, and checks of config.json that need no jax."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from peagle_jax.config import ConfigError, EngineConfig, Method
+from peagle_jax.engine.device.sizes import check_sizes
+from peagle_jax.method.own_drafters import is_own
+from peagle_jax.parallel.shares import check_shares
+
+ASSETS = Path(__file__).parent / "assets"
+
+
+def embedded(name: str) -> Path:
+    """Folder of the embedded model ("target") or of one of its heads ("peagle", "eagle3")."""
+    return ASSETS / name
+
+
+def local_folder(given: str | Path | None) -> str | Path | None:
+    """A model's folder: `given`, or the download of a hub id "owner/name"; None and `module:Class` stay as they are.
+
+    Raises:
+      ConfigError: the hub id cannot be downloaded; the message says why.
+    """
+    if given is None or is_own(given):
+        return given
+    from peagle_jax.checkpoint.hub import resolve  # not needed for --help
+
+    return resolve(str(given))[0]
+
+
+def check_head_is_given(
+    model: str | Path | None, drafter: str | Path | None, method: Method | None
+) -> None:
+    """Raises ConfigError if a user's model needs a draft head (method is not "none") and has none, or is not there.
+
+    Likewise if a method is given with a drafter of the user's own.
+    """
+    if is_own(drafter) and method is not None:
+        raise ConfigError(f"method {method} is of a head: leave it out with the drafter {drafter}")
+    if method != "none" and drafter is None and model is not None:
+        if str(model).startswith(("/", ".")) and not Path(model).exists():  # no hub id
+            raise ConfigError(f"{model}: no such folder")
+        raise ConfigError(
+            f"drafting needs a head for {model}: give --drafter DIR, or use --method none"
+        )
+
+
+def check_folders(
+    model: str | Path | None, drafters: Sequence[str | Path], config: EngineConfig
+) -> None:
+    """Checks model folders and engine sizes by config.json alone, before jax is imported.
+
+    Args:
+      model: folder of the target; None is the embedded model.
+      drafters: folders of heads.
+      config: the engine's sizes.
+
+    Raises:
+      ConfigError: a folder without a usable config.json, or sizes above the model's limits.
+    """
+    from peagle_jax.checkpoint.fields import read_config  # numpy, which --help does not need
+    from peagle_jax.checkpoint.target_json import target_config
+
+    target = target_config(embedded("target") if model is None else Path(model))
+    check_sizes(target, config)
+    check_shares(target, config.tensor_parallel)
+    for folder in drafters:
+        if not is_own(folder):
+            read_config(Path(folder))
+        elif config.tensor_parallel > 1:
+            raise ConfigError(f"the drafter {folder} runs on one device, not on several")

@@ -1,0 +1,242 @@
+"""The command line of `peagle-generate`."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from peagle_jax.cli.command_line import (
+    Parser,
+    add_constraints,
+    add_controls,
+    named_value,
+    positive,
+    whole,
+)
+from peagle_jax.draft_schedule import ADAPTIVE, OPTION, adaptive_of, parse
+from peagle_jax.errors import ConfigError
+from peagle_jax.structured import Structured
+
+_DESCRIPTION = """\
+Writes text with P-EAGLE parallel speculative decoding: a small head drafts K tokens in one pass, the
+target model checks them in one pass, and the text is exactly what the target alone would write.
+Without --model the small code model that comes with the package is used."""
+
+_EPILOG = """\
+prompt files (--prompts, --compare): JSON lines of HumanEval, of MT-Bench (first turns), or
+  {"prompt": "text" or [token ids], "max_tokens": 64, "temperature": 0.8, ...}
+comparing: --compare decodes greedily with every method and exits with 1 when an output differs from
+  plain decoding's. In float32 outputs must be equal. In bfloat16 a round of K+1 rows may round apart
+  from a single row, so a first differing token is forgiven, and counted in the table as a tie, when
+  plain decoding gives both candidates a log-probability within 0.05 nats of its likeliest token.
+bad prompts: a line that is not a prompt refuses its file before anything is loaded. A prompt that the model
+  cannot run (too long for --max-model-len, ids outside the vocabulary) is left out: a line on stderr
+  says which and why, the others run, and the exit code is 3. So it is when a text fails because the model's
+  logits are not finite.
+exit codes: 0 done, 1 outputs differ, 2 bad input (one line says what), 3 done without some prompts,
+  130 interrupted"""
+
+
+def _layer_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be layer numbers, as 2,24,45") from error
+
+
+def _checked(parse: Callable[[str], object]) -> Callable[[str], object]:
+    """The parser for argparse, which then shows the rule that a text breaks."""
+
+    def checked(text: str) -> object:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(error.rule) from error
+
+    return checked
+
+
+def read_structured(args: argparse.Namespace) -> Structured | None:
+    """The constraint of a command line.
+
+    Raises:
+      ConfigError: more than one constraint, or a file that cannot be read or is no constraint.
+    """
+    options = (
+        ("--json-object", args.json_object or None, lambda _: Structured.json_object()),
+        ("--json-schema", args.json_schema, lambda path: Structured.json_schema(_text_of(path))),
+        ("--regex", args.regex, Structured.regex),
+        ("--choice", args.choice, Structured.choice),
+        ("--grammar", args.grammar, lambda path: Structured.grammar(_text_of(path))),
+    )
+    given = [(name, value, make) for name, value, make in options if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{given[0][0]} and {given[1][0]} exclude each other; give one of them")
+    for name, value, make in given:
+        try:
+            return make(value)
+        except OSError as error:
+            raise ConfigError(f"{name} {value}: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{name}: {getattr(error, 'rule', None) or error}") from error
+    return None
+
+
+def refuse_ineffective(args: argparse.Namespace) -> None:
+    """Raises `ConfigError` for an option that another one leaves without effect."""
+    drafting = {
+        "--draft-sampling sample": args.draft_sampling == "sample",
+        "--verify-method block": args.verify_method == "block",
+    }
+    of_rounds = {
+        "--adaptive": args.adaptive not in (None, "off"),
+        f"--{OPTION.replace('_', '-')}": bool(args.num_speculative_tokens_per_batch_size),
+    }
+    reasons = (
+        (args.compare, "--compare is greedy", drafting),
+        (
+            not args.compare and args.method == "none",
+            "--method none has no head",
+            drafting | of_rounds,
+        ),
+        (not args.json, "it is for --json", {"--logprobs": args.logprobs is not None}),
+    )
+    for holds, reason, options in reasons:
+        for option, is_given in options.items():
+            if holds and is_given:
+                raise ConfigError(f"{option} has no effect: {reason}; leave it out")
+
+
+def _text_of(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8")
+
+
+def _add_model_options(add: Callable) -> None:
+    add(
+        "--model", metavar="DIR",
+        help="Hugging Face folder, hub id (owner/name) or GGUF file of the target (default: embedded)",
+    )  # fmt: skip
+    add(
+        "--drafter", metavar="DIR", action="append", default=[],
+        help="folder or hub id of the head, or module:Class of a drafter of your own; with --compare it may be given once for each method",
+    )  # fmt: skip
+    add(
+        "--method", choices=("none", "eagle3", "peagle"),
+        help="default: what the head was made for; peagle for the embedded model",
+    )  # fmt: skip
+    add(
+        "--num-speculative-tokens", "-K", type=whole, default=7, metavar="K",
+        help="draft tokens per round (default: 7)",
+    )  # fmt: skip
+    add(
+        f"--{OPTION.replace('_', '-')}", type=_checked(parse), default=(), metavar="RANGES",
+        help="drafts by batch size, as [[1,8,7],[9,64,3]]: 7 up to 8 prompts at once, 3 from 9 on; "
+        "0 decodes plainly",
+    )  # fmt: skip
+    add(
+        "--adaptive", type=_checked(adaptive_of), metavar="{" + ",".join(ADAPTIVE) + "}",
+        help="load: choose the drafts of each round by load and acceptance, at most K; off: K is fixed "
+        "(default: load with --concurrency above 1, but off with --compare and with RANGES)",
+    )  # fmt: skip
+    add(
+        "--ngram", type=int, default=0, metavar="N",
+        help="copy up to 15 drafts from where the last N tokens or more occurred before in the text, "
+        "as 6; elsewhere the head drafts (default: 0, never)",
+    )  # fmt: skip
+    add(
+        "--selector", action=argparse.BooleanOptionalAction, default=True,
+        help="let the head's selector choose the drafts, where the head has one (default)",
+    )  # fmt: skip
+    add(
+        "--draft-sampling", choices=("argmax", "sample"), default="argmax",
+        help="above temperature 0: draft the head's likeliest tokens, or draw them (default: argmax)",
+    )  # fmt: skip
+    add(
+        "--verify-method", choices=("token", "block"), default="token",
+        help="accept sampled drafts one by one, or in a block: never fewer (default: token)",
+    )  # fmt: skip
+    add(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+        help="auto: bfloat16 on GPUs and TPUs, float32 on CPUs",
+    )  # fmt: skip
+    add(
+        "--tensor-parallel", type=positive, default=1, metavar="N",
+        help="devices that share the model and run every round together (default: 1)",
+    )  # fmt: skip
+    add(
+        "--gather", choices=("auto", "library", "peers"), default="auto",
+        help="how they exchange small arrays: by kernels that store into the memory of their peers, or by the library's "
+        "collectives; auto: peers on Hopper GPUs linked by NVLink (default: auto)",
+    )  # fmt: skip
+    add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default: as --dtype")
+    add(
+        "--activations", choices=("bf16", "fp8", "mxfp8"), default="bf16",
+        help="how products with fp8 weights read activations; fp8 quantises them, mxfp8 too, and all quantised weights "
+        "become mxfp8 (B200, GB200, B300)",
+    )  # fmt: skip
+    add(
+        "--quantization", choices=("fp8",),
+        help="quantise an unquantised target while it is read (128x128 blocks)",
+    )  # fmt: skip
+    add(
+        "--taps", type=_layer_ids, metavar="I,J,K",
+        help="layers whose inputs the head reads, where its config.json says otherwise",
+    )  # fmt: skip
+    add(
+        "--prefix-caching", action=argparse.BooleanOptionalAction, default=True,
+        help="prefill once what several prompts begin with (default; --compare never does)",
+    )  # fmt: skip
+    add("--concurrency", type=int, default=1, metavar="N", help="prompts decoded at once")
+    add("--max-model-len", type=int, default=2048, metavar="N", help="prompt and output tokens")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    command_line = Parser(
+        prog="peagle-generate",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = command_line.add_argument
+    add("prompt", nargs="*", metavar="PROMPT", help="text to continue")
+    add("--prompts", metavar="FILE.jsonl", help="file of prompts, see below")
+    add("--limit", type=int, metavar="N", help="use the first N prompts only")
+    add("--compare", nargs="+", metavar="FILE_OR_PROMPT", help="compare methods on these prompts")
+    add("--chat", action="store_true", help="send each prompt through the model's chat template")
+    add("--system", metavar="TEXT", help="with --chat: what stands before the conversation")
+    add(
+        "--chat-option", type=named_value, action="append", default=[], metavar="NAME=VALUE",
+        help="with --chat: set what the template takes, as enable_thinking=false; repeatable",
+    )  # fmt: skip
+
+    _add_model_options(command_line.add_argument_group("model").add_argument)
+
+    group = command_line.add_argument_group("sampling")
+    add = group.add_argument
+    add("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: 256)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    add("--top-p", type=float, default=1.0, metavar="P")
+    add("--top-k", type=int, default=0, metavar="N")
+    add("--min-p", type=float, default=0.0, metavar="P")
+    add("--seed", type=int, default=0, metavar="N", help="prompt i samples with seed N+i")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
+    add_controls(add)
+    add_constraints(command_line.add_argument_group("structured output").add_argument)
+
+    _add_output(command_line.add_argument_group("output").add_argument)
+    return command_line
+
+
+def _add_output(add: Callable) -> None:
+    add("--json", action="store_true", help="one JSON object per prompt, then a summary object")
+    add(
+        "--show-drafts", action="store_true",
+        help="mark accepted drafts, refused ones, and the target's own tokens: by colour and style in a "
+        "terminal (NO_COLOR: by style), else by characters",
+    )  # fmt: skip
+    add(
+        "--logprobs", type=int, metavar="N",
+        help="with --json: log-probability of each token and of the N likeliest",
+    )  # fmt: skip
+    add("--verbose", "-v", action="store_true", help="log what runs where and how long it takes")
+    add("--no-cache", action="store_true", help="do not keep compiled programs on disk")

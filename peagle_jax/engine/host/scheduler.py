@@ -1,0 +1,315 @@
+"""Continuous batching: admission, page reservation, preemption, and commit of results. No jax here.
+
+The engine dispatches round n before it commits round n-1. So `schedule` runs before the results of
+the previous calls are on the host. Lengths, last tokens and drafts stay in device state; the host
+keeps an upper bound of each length and reserves pages up to it (`reservation`). `commit_*` receives
+the real lengths. Freed pages and slots can be reused at once, even while a call still writes to
+them: device calls run in order, so the stale write comes before the first write of the new owner.
+"""
+
+import bisect
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from peagle_jax.config import EngineConfig
+from peagle_jax.engine.host.calls import Calls, DecodeCall, PrefillCall, RoundShape
+from peagle_jax.engine.host.commits import Commits
+from peagle_jax.engine.host.controls import controls_of
+from peagle_jax.engine.host.integrity import check_requests
+from peagle_jax.engine.host.k_by_load import LoadPolicy
+from peagle_jax.engine.host.mask_turns import MaskTurns
+from peagle_jax.engine.host.prefill_shapes import PrefillShape, prefill_shapes
+from peagle_jax.engine.host.request import Request, RequestState
+
+_IDLE_PREFILL_CALLS = 4
+"""Prefill calls of a step while no request decodes."""
+
+
+class QueueFull(RuntimeError):
+    """The waiting queue is at its bound; the caller should retry later."""
+
+
+class Scheduler(Commits):
+    """Owns the waiting queue, the slots and the page pool.
+
+    Args:
+      config: sizes of the engine.
+      eos_ids: the target's end-of-sequence ids.
+      windows: sizes of the sliding windows in the layers of target and drafter.
+      policy: chooses K of each round; None: the K of its batch bucket.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        eos_ids: Collection[int],
+        windows: Collection[int] = (),
+        policy: LoadPolicy | None = None,
+    ):
+        super().__init__(config, eos_ids=eos_ids, windows=windows, policy=policy)
+        self.repeated: Collection[RoundShape] = ()
+        """Shapes of which one call can run several rounds. It is replaced as a whole, by any
+        thread."""
+        self._last_decode: tuple[DecodeCall | None, object] = None, None
+        """The last round, and `num_changes` of the reservation at that time."""
+        self._mask_turns = MaskTurns()
+        self._numbers = itertools.count()
+        self.num_preemptions = 0
+        self._refused: tuple[Request, int] | None = None
+        """The head of the queue that did not fit, and `num_changes` of the pool at that time."""
+        self.rounds: Mapping[int, Sequence[int]] = {
+            size: (config.first_num_draft(size),) for size in config.batch_buckets
+        }
+        """Rounds that may run: values of K by batch bucket (the size to which a round is padded),
+        both ascending; the last bucket is `max_num_seqs`. It is replaced as a whole, by any
+        thread."""
+        self.prefills: Sequence[PrefillShape] = prefill_shapes(config)
+        """Shapes of prefill calls that may run, as `rounds`."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.active)
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that hold a slot, including those in prefill."""
+        return len(self.active)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    def num_draft_at(self, size: int) -> int:
+        """K of the next rounds of the batch bucket `size`."""
+        return self.config.num_draft_at(size) if self.policy is None else self.policy.present(size)
+
+    @property
+    def num_places(self) -> int:
+        """Requests that `add` takes at most: free slots, and free places of the queue."""
+        free = self.config.max_num_seqs - len(self.active)
+        return max(0, self.config.max_waiting + free - len(self.waiting))
+
+    def add(self, request: Request) -> None:
+        """Queues a request that passed `rules.check_request`; raises `QueueFull` without a place
+        for it."""
+        if request.state is not RequestState.WAITING or request.output:
+            raise ValueError(f"request {request.id} was added before; make a new Request")
+        if not self.num_places:
+            raise QueueFull(f"{len(self.waiting)} requests are waiting; retry later")
+        request.number = next(self._numbers)
+        _insert(self.waiting, request)
+
+    def abort(self, request: Request) -> None:
+        """Ends a request in any state and frees its slot and pages. No effect on a finished
+        request."""
+        if not request.is_finished:
+            request.finish("abort")
+            self._remove(request)
+
+    def schedule(self) -> Calls:
+        """Plans the next device calls and counts them as in flight: the caller must dispatch them.
+
+        Decode rows are planned first. If that preempts a request, this step admits none. A request
+        whose last prefill chunk is in this step decodes from the next step on.
+        """
+        preemptions_before, most_calls = self.num_preemptions, self._most_prefill_calls()
+        decode = self._plan_decode()
+        may_admit = self.num_preemptions == preemptions_before
+        prefills: list[PrefillCall] = []
+        while len(prefills) < most_calls and (call := self._plan_prefill(may_admit)) is not None:
+            prefills.append(call)
+            if self._is_long(call):
+                break
+        return Calls(prefills=tuple(prefills), decode=decode)
+
+    def _is_long(self, call: PrefillCall) -> bool:
+        """Whether it is the last of its step: it has the tokens of several, for which new requests
+        wait."""
+        return call.shape.chunk > self.config.prefill_chunk
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` on a leak, a double owner or an impossible request."""
+        self.pool.check_integrity(request.pages for request in self.active)
+        slots = [*(request.slot for request in self.active), *self.free_slots]
+        if sorted(slots) != list(range(self.config.max_num_seqs)):
+            raise AssertionError(f"slots are shared or lost: {slots}")
+        check_requests(self.waiting, self.active, self.config)
+
+    def _plan_decode(self) -> DecodeCall | None:
+        rows = []
+        for request in self._decodable():
+            # Skip requests of this snapshot that `_reserve` has just preempted: they are WAITING.
+            if request.state is RequestState.RUNNING and self._reserve(request):
+                rows.append(request)
+        if not rows:
+            return None
+        call = self._build_decode(rows)
+        for request in rows:
+            request.in_flight += call.repeat
+            request.unread_drafts += call.repeat
+            request.pending = self.config.num_made(call.num_draft)
+        return call
+
+    def _decodable(self) -> list[Request]:
+        """The requests of the next round, if there are pages for them."""
+        holds = self._holds_constrained()
+        rows = [
+            request
+            for request in self.active
+            if request.state is RequestState.RUNNING and not self._is_ending(request)
+            if request.matcher is None or not (holds or request.unread_drafts)
+        ]
+        constrained = [request for request in rows if request.matcher is not None]
+        if not constrained:
+            return rows
+        has_others = len(constrained) < len(rows)
+        chosen = self._mask_turns.choose(
+            constrained, num_draft=self.config.most_drafts, has_others=has_others
+        )
+        return [request for request in rows if request.matcher is None or request in chosen]
+
+    def _build_decode(self, rows: list[Request]) -> DecodeCall:
+        """A round for `rows`: the last one again, if it is the same, so that no plan is packed or
+        uploaded."""
+        shape, changes = self._shape(rows), self._pages.num_changes
+        repeat = self.config.repeat if shape in self.repeated else 1
+        call, planned = self._last_decode
+        if call is None or planned != (changes, repeat) or not call.is_again(rows, shape):
+            call = DecodeCall.build(rows, shape, self.config, repeat)
+            self._last_decode = call, (changes, repeat)
+        return call
+
+    def _shape(self, rows: Sequence[Request]) -> RoundShape:
+        size, drafts = next(item for item in self.rounds.items() if item[0] >= len(rows))
+        if self.policy is not None:
+            return RoundShape(size, self.policy.choose(size, rows, drafts))
+        # With n-grams there are two K; the larger one follows where a text repeated itself.
+        repeats = any(len(row.drafts) > drafts[0] or row.holds_k for row in rows)
+        return RoundShape(size, drafts[-1] if repeats else drafts[0])
+
+    def _holds_constrained(self) -> bool:
+        """Whether constrained requests wait in this step, because a round of one of them is in
+        flight.
+
+        Masks need the text and the drafts of the calls before, so a constrained request has at most
+        one call in flight. All go in the same round: each would otherwise have its own steps, in
+        smaller batches.
+        """
+        return any(r.matcher is not None and r.rounds_in_flight for r in self.active)
+
+    def _most_prefill_calls(self) -> int:
+        """By default one while a request decodes, also if its next round is not due in this
+        step."""
+        if self.config.prefill_calls is not None:
+            return self.config.prefill_calls
+        return 1 if self._decodes() else _IDLE_PREFILL_CALLS
+
+    def _decodes(self) -> bool:
+        """Whether a request waits for its next round."""
+        return any(r.state is RequestState.RUNNING and not self._is_ending(r) for r in self.active)
+
+    def _plan_prefill(self, may_admit: bool) -> PrefillCall | None:
+        size = self.config.prefill_rows
+        rows = self._in_prefill(size, may_admit)
+        while may_admit and self._comes_before(rows[size - 1 :]) and self._admit_next():
+            rows = self._in_prefill(size, may_admit)  # in order of rank
+        if not rows:
+            return None
+        new = (request for request in rows if not request.begun)
+        controls = (controls_of(request, self.config, self.eos_ids) for request in new)
+        restores = self.prefixes.restores(self.active)
+        controls = tuple(filter(None, controls))
+        may_be_long = not self._decodes()
+        call = PrefillCall.build(rows, self.config, controls, restores, self.prefills, may_be_long)
+        saves = []
+        for row, request in enumerate(rows):
+            # Padding rows and drafts are written too.
+            request.writes_below(request.num_prefilled + call.shape.chunk + self.config.lookahead)
+            request.num_prefilled += int(call.plan.count[row])
+            request.begun = True
+            # Not before the call is built: rows of one call cannot read each other's pages.
+            self.prefixes.publish(request, request.num_prefilled)
+            saves += self.prefixes.saves(request, int(call.plan.start[row]))
+            if call.last[row]:
+                request.state = RequestState.RUNNING
+                request.pending = self.config.most_drafts
+                request.unread_drafts += 1
+                request.prefill_in_flight = call.samples(row)
+                request.in_flight += request.prefill_in_flight
+        return replace(call, saves=tuple(saves))
+
+    def _in_prefill(self, size: int, may_admit: bool) -> list[Request]:
+        """The first requests in prefill that have pages, or get them now."""
+        proceeds = lambda request: (
+            may_admit and self.prefixes.proceed(request, self._pages.num_pages(request.num_tokens))
+        )
+        candidates = (request for request in self.active if request.state is RequestState.PREFILL)
+        return list(
+            itertools.islice(
+                (request for request in candidates if request.pages or proceeds(request)), size
+            )
+        )
+
+    def _comes_before(self, rows: list[Request]) -> bool:
+        """Whether the head of the queue comes before the only one of `rows`, if there is one."""
+        return bool(self.waiting) and (not rows or self.waiting[0].rank < rows[0].rank)
+
+    def _is_ending(self, request: Request) -> bool:
+        """Whether the calls in flight end the request even if each yields only one token."""
+        output, total = (n + request.in_flight for n in (len(request.output), request.num_tokens))
+        return output >= request.params.max_tokens or total >= self.config.max_model_len
+
+    def _reserve(self, request: Request) -> bool:
+        """Allocates the pages of one more round, preempting the last requests by rank if the pool
+        is short.
+
+        Returns False if `request` itself was the last and is preempted. The first request always
+        succeeds, because the pool holds at least one request of `max_model_len` tokens.
+        """
+        missing = self._pages.missing(request)
+        while missing > self.pool.num_free:
+            victim = self.active[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        self._pages.grow(request, missing, self._is_awaited)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Moves a request back to the queue. On readmission prefill recomputes its KV.
+
+        Its results in flight stay valid: commit appends them before the request can be readmitted.
+        """
+        has_begun = bool(request.pages)  # false while it waits for another request's pages
+        self._remove(request)
+        request.state = RequestState.WAITING
+        request.num_prefilled = 0
+        request.preemptions += has_begun
+        self.num_preemptions += has_begun
+        _insert(self.waiting, request)
+
+    def _admit_next(self) -> bool:
+        """Admits the head of the queue if a slot and enough pages are free; no other may pass
+        it."""
+        if not (self.waiting and self.free_slots):
+            return False
+        request = self.waiting[0]
+        # A preempted request with calls in flight cannot be prefilled: some of its tokens are
+        # unknown.
+        if request.in_flight or self._refused == (request, self.pool.num_changes):
+            return False
+        if any(not (active.pages or active.leader) for active in self.active):  # they come first
+            return False
+        if not self.prefixes.admit(request, self._pages.num_pages(request.num_tokens), self.active):
+            self._refused = request, self.pool.num_changes
+            return False
+        del self.waiting[0]
+        request.state = RequestState.PREFILL
+        _insert(self.active, request)
+        return True
+
+
+def _insert(requests: list[Request], request: Request) -> None:
+    bisect.insort(requests, request, key=lambda waiting: waiting.rank)

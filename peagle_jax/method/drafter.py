@@ -1,0 +1,270 @@
+"""Drafts of a head: EAGLE-3 with any number of layers, run in parallel (P-EAGLE) or autoregressively.
+
+Slot p of the drafter combines the embedding of token x_{p+1} with the target's tapped state g_p, has
+RoPE position p, and predicts x_{p+2} (docs/algorithm.md, "Positions: shift by one"). P-EAGLE appends
+J-1 mask slots, whose token is the mask token and whose state is the learned `mask_hidden`: one pass
+yields all J drafts. EAGLE-3 feeds its output back as the next state: one pass per draft.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.activations import whole_rows
+from pallas_kernels.candidate_walk.api import candidate_walk
+from peagle_jax.method.draft_head import DraftHead
+from peagle_jax.method.sampling import draft_keys, probabilities, sample_rows
+from peagle_jax.method.selector import Tables, candidates, sampled_walk, walk
+from peagle_jax.models.cache import LayerCache, PagedAttention
+from peagle_jax.parallel import partition, vocabulary
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftInputs:
+    """Inputs of a drafter: the rows of a call, with tokens shifted by one.
+
+    Row j of sequence b is slot `start[b] + j`. Rows `j < num_real[b]` are real; the last real row holds
+    the newest token.
+    """
+
+    tokens: jax.Array  # [B, T] int32: row j holds the token at position start + j + 1
+    taps: jax.Array  # [B, T, A*D]: tapped target states at position start + j
+    num_real: jax.Array  # [B] int32
+    start: jax.Array  # [B] int32
+    page_table: jax.Array  # [B, W] int32
+    slots: jax.Array  # [B] int32, the engine's slots
+    keys: jax.Array  # [B] request keys
+    temperature: jax.Array  # [B] float32
+
+
+class Proposal(NamedTuple):
+    """Drafts of B sequences.
+
+    Attributes:
+      tokens: [B, J] int32, target ids.
+      probs: [B, J, V] float32, their distributions; None: argmax drafts.
+    """
+
+    tokens: jax.Array
+    probs: jax.Array | None
+
+
+class Drafter(Protocol):
+    """A source of drafts. A dataclass and a pytree: arrays are leaves, the rest is static.
+
+    `dataclasses.replace(drafter, num_draft=K)` is the same drafter with another K.
+    """
+
+    num_draft: int
+
+    def propose(
+        self, target, inputs: DraftInputs, cache: list[LayerCache]
+    ) -> tuple[Proposal, list[LayerCache]]:
+        """Drafts after the newest token, `num_draft` (at least 1) per sequence; the updated cache."""
+
+    def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]) -> list[LayerCache]:
+        """The cache after the real rows as `propose` leaves it there, without drafts: K = 0.
+
+        A drafter without a cache needs no such method. The cache then holds every position of the
+        text, so later rounds draft as well as before.
+        """
+
+
+Sampling = Literal["argmax", "sample"]
+
+
+def _choose(
+    head: DraftHead, logits, positions, inputs: DraftInputs, sampling: Sampling
+) -> Proposal:
+    """Drafts from logits [B, J, Vd]; `positions` [B, J] are the positions of the drafted tokens."""
+    if sampling == "argmax":
+        best = vocabulary.argmax(logits).astype(jnp.int32)
+        return Proposal(head.to_target_ids(best), None)
+    probs = probabilities(logits, inputs.temperature[:, None])
+    ids = sample_rows(probs, _keys(inputs, positions))
+    if head.d2t is not None:
+        probs = vocabulary.whole(probs, head.config.draft_vocab_size)
+        target_ids = head.to_target_ids(jnp.arange(probs.shape[-1]))
+        wide = jnp.zeros((*probs.shape[:-1], head.config.vocab_size), probs.dtype)
+        probs = vocabulary.columns(wide.at[..., target_ids].set(probs))
+    return Proposal(head.to_target_ids(ids), probs)
+
+
+def _keys(inputs: DraftInputs, positions: jax.Array) -> jax.Array:
+    """Keys [B, J] of the drafts at `positions` [B, J]."""
+    return draft_keys(inputs.keys, positions, inputs.start + inputs.num_real)
+
+
+def candidate_scores(
+    head: DraftHead, target, out: jax.Array, logits: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Candidates of J drafts and how well each follows each of those before, by the head's selector.
+
+    Args:
+      out: [B, J, D], output of the layers; logits: [B, J, Vd].
+    Returns:
+      (draft ids [B, J, C], scores [B, J, C, C] of candidate b, the last axis, after candidate a).
+    """
+    ids, at = candidates(logits, head.config.draft_vocab_size)
+    return ids, at[..., None, :] + head.edges(target, out, ids)
+
+
+def _scored(
+    head: DraftHead, target, tables: Tables | None, out, logits
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `candidate_scores`, and the best candidates [B, J] given those before; `out` may have more rows."""
+    J = logits.shape[1]
+    if tables is None:
+        draft_ids, scores = candidate_scores(head, target, out[:, :J], logits)
+        with partition.over(1):  # all devices have all candidates
+            return draft_ids, scores, walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
+    draft_ids, values = candidates(logits, head.config.draft_vocab_size)
+    states = head.selector.hidden(head.norm(out), out_dtype=jnp.float32)[:, :J]
+    scale = head.selector.scale
+    taken, edges = candidate_walk(draft_ids, values, states, *tables, scale=scale)
+    return draft_ids, values[..., None, :] + edges, taken
+
+
+def _select(
+    head: DraftHead,
+    target,
+    tables: Tables | None,
+    out,
+    logits,
+    positions,
+    inputs: DraftInputs,
+    sampling: Sampling,
+) -> Proposal:
+    """Drafts that the head's selector chooses, see `_choose`.
+
+    Args:
+      tables: of `DraftHead.tables`; None: the products of the edges are computed here.
+      out: [B, J or more, D], the layers' output.
+    """
+    draft_ids, scores, taken = _scored(head, target, tables, out, logits)
+    ids = head.to_target_ids(draft_ids)
+    chosen = lambda taken: jnp.take_along_axis(ids, taken[..., None], axis=-1)[..., 0]
+    with partition.over(1):
+        if sampling == "sample":
+            taken, laws = sampled_walk(scores, inputs.temperature, _keys(inputs, positions))
+    if sampling == "argmax":
+        return Proposal(chosen(taken), None)
+    return Proposal(chosen(taken), vocabulary.scattered(ids, laws, head.config.vocab_size))
+
+
+def _absorb(head: DraftHead, target, inputs: DraftInputs, cache: list[LayerCache]):
+    """`Drafter.absorb` of a head. XLA drops what only the unused output needs: the last layer's MLP."""
+    positions = inputs.start[:, None] + jnp.arange(inputs.tokens.shape[1])
+    attend = PagedAttention(inputs.page_table, inputs.slots, positions)
+    hidden = head.fuse(inputs.taps)
+    return head(target, inputs.tokens, hidden, positions, cache, attend)[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ParallelDrafter:
+    """P-EAGLE: one pass over [T real rows | J-1 mask rows] (docs/algorithm.md, "One round").
+
+    `mask_state` is `fuse(mask_hidden)`, computed once by `make_drafter`. With `selects` the head's
+    selector chooses the drafts, on one device with its `tables`.
+    """
+
+    head: DraftHead
+    mask_state: jax.Array  # [D]
+    num_draft: int = field(metadata=dict(static=True))
+    sampling: Sampling = field(metadata=dict(static=True))
+    selects: bool = field(default=False, metadata=dict(static=True))
+    tables: Tables | None = None
+
+    def propose(self, target, inputs: DraftInputs, cache: list[LayerCache]):
+        """Example: T = 4, J = 3 and num_real = 2 give the rows [real, real, mask, mask, pad, pad].
+
+        Row 1 holds the newest token and predicts draft 1; rows 2 and 3 predict drafts 2 and 3. Padding
+        rows are mask rows after the chain: causal attention hides them from the rows before, and the next
+        round overwrites their keys and values. The last row is repeated where products would pad.
+        """
+        (B, T), J = inputs.tokens.shape, self.num_draft
+        rows = jnp.minimum(jnp.arange(whole_rows(B, T + J - 1)), T + J - 2)
+        real = rows < inputs.num_real[:, None]  # [B, R]
+        pad, mask_id = ((0, 0), (0, len(rows) - T)), self.head.config.mask_token_id
+        tokens = jnp.where(real, jnp.pad(inputs.tokens, pad, mode="edge"), mask_id)
+        hidden = jnp.pad(self.head.fuse(inputs.taps), (*pad, (0, 0)), mode="edge")
+        hidden = jnp.where(real[..., None], hidden, self.mask_state.astype(hidden.dtype))
+        positions = inputs.start[:, None] + rows
+        attend = PagedAttention(inputs.page_table, inputs.slots, positions)
+        chain = jnp.minimum(jnp.arange(whole_rows(B, J)), J - 1)
+        picked = jnp.maximum(inputs.num_real[:, None] - 1, 0) + chain
+        out, cache = self.head(target, tokens, hidden, positions, cache, attend, picked)
+        drafted_at = inputs.start[:, None] + picked[:, :J] + 2
+        logits = self.head.logits(target, out)[:, :J]
+        rest = (logits, drafted_at, inputs, self.sampling)
+        if self.selects:
+            return _select(self.head, target, self.tables, out, *rest), cache
+        return _choose(self.head, *rest), cache
+
+    def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]):
+        return _absorb(self.head, target, inputs, cache)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AutoregressiveDrafter:
+    """EAGLE-3: one pass over the real rows, then J-1 passes of one row (docs/algorithm.md, "One round")."""
+
+    head: DraftHead
+    num_draft: int = field(metadata=dict(static=True))
+    sampling: Sampling = field(metadata=dict(static=True))
+
+    def propose(self, target, inputs: DraftInputs, cache: list[LayerCache]):
+        B, T = inputs.tokens.shape
+        positions = inputs.start[:, None] + jnp.arange(T)
+        attend = PagedAttention(inputs.page_table, inputs.slots, positions)
+        hidden = self.head.fuse(inputs.taps)
+        last = jnp.maximum(inputs.num_real[:, None] - 1, 0)  # [B, 1]
+        out, cache = self.head(target, inputs.tokens, hidden, positions, cache, attend, last)
+        position = inputs.start[:, None] + last  # [B, 1] slot of the newest row
+        proposals = []
+        for step in range(self.num_draft):
+            logits = self.head.logits(target, out)
+            proposals.append(_choose(self.head, logits, position + 2, inputs, self.sampling))
+            if step + 1 == self.num_draft:
+                break
+            position = position + 1
+            attend = PagedAttention(inputs.page_table, inputs.slots, position)
+            token = proposals[-1].tokens
+            out, cache = self.head(target, token, self.head.feedback(out), position, cache, attend)
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *proposals), cache
+
+    def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]):
+        return _absorb(self.head, target, inputs, cache)
+
+
+def absorbed(drafter: Drafter, target, inputs: DraftInputs, cache: list) -> list:
+    """`Drafter.absorb`, or the cache as it is."""
+    return drafter.absorb(target, inputs, cache) if hasattr(drafter, "absorb") else cache
+
+
+def with_num_draft(drafter: Drafter | None, num_draft: int) -> Drafter | None:
+    """The drafter with this number of drafts: as many as the host counts for the call."""
+    if drafter is None or drafter.num_draft == num_draft:
+        return drafter
+    return replace(drafter, num_draft=num_draft)
+
+
+def make_drafter(
+    head: DraftHead, num_draft: int, sampling: Sampling, *, selector: bool = True, target=None
+) -> Drafter:
+    """The drafter of a head, by its config's `method`. `selector` False ignores the head's selector.
+
+    Call it again after the weights change: it computes P-EAGLE's `mask_state` once, and with a `target` the
+    selector's tables, 2 Vd r numbers. Without them each round multiplies what its edges need, as several devices do.
+    """
+    if head.config.method != "peagle":
+        return AutoregressiveDrafter(head, num_draft, sampling)
+    mask_state = head.fuse(head.mask_hidden[...][None])[0]
+    selects = selector and head.selector is not None
+    tables = head.tables(target) if selects and target is not None else None
+    return ParallelDrafter(head, mask_state, num_draft, sampling, selects, tables)

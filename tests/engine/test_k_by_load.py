@@ -1,0 +1,373 @@
+"""The choice of K at run time, as pure functions and with the scheduler."""
+
+import logging
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle_jax import ConfigError, EngineConfig
+from peagle_jax.draft_schedule import adaptive_or_default
+from peagle_jax.engine.host import k_by_load
+from peagle_jax.engine.host.calls import RoundShape
+from peagle_jax.engine.host.k_by_load import (
+    DECIDE_EVERY,
+    EXPLORE_COST,
+    EXPLORE_EVERY,
+    LoadPolicy,
+    Survival,
+    candidates,
+    exploration_interval,
+)
+from peagle_jax.engine.host.request import Request
+from peagle_jax.engine.host.round_times import RoundTimes
+from peagle_jax.engine.host.shape_choice import LEAST_GAIN, TRY_ABOVE, best
+from tests.engine.fake_engine import FakeEngine, check_finished, make_config, make_request
+
+J = 7
+DRAFTS = (0, 1, 3, 5, 7)
+FLAT = {(8, k): 1.0 for k in DRAFTS}  # drafts cost nothing
+STEEP = {(8, k): 1.0 + k for k in DRAFTS}  # each draft costs as much as a token is worth
+
+
+def greedy(count: int = 8, num_draft: int = J) -> list[Request]:
+    return [make_request(i, [1], num_draft) for i in range(count)]
+
+
+class Driven:
+    """A policy, with rounds whose drafts pass with given shares."""
+
+    def __init__(self, times: dict, shares: list[float], *, lag: int = 1, rows=None, seed=0):
+        self.policy = LoadPolicy(J, RoundTimes(times))
+        self.shares, self.rows = shares, rows or greedy()
+        self.rng, self.lag = random.Random(seed), lag
+        self.made, self.uncommitted, self.chosen = J, [], []
+        self.size, self.real = 8, {}  # real: seconds of rounds by K
+
+    def passed(self, drafted: int) -> int:
+        for j in range(drafted):
+            before = self.shares[j - 1] if j else 1.0
+            if self.rng.random() * before >= self.shares[j]:
+                return j
+        return drafted
+
+    def run(self, rounds: int, drafts=DRAFTS) -> list[int]:
+        for _ in range(rounds):
+            k = self.policy.choose(self.size, self.rows, drafts)
+            verified = [min(k, self.made, request.num_draft) for request in self.rows]
+            counts = [(r, n, self.passed(n)) for r, n in zip(self.rows, verified, strict=True)]
+            self.made = k
+            self.uncommitted.append(counts)
+            if len(self.uncommitted) > self.lag:
+                self.policy.record(self.uncommitted.pop(0))
+            if k in self.real:
+                noise = self.rng.lognormvariate(0, 0.03)
+                self.policy.times.add_round(RoundShape(self.size, k), noise * self.real[k])
+            self.chosen.append(k)
+        return self.chosen[-rounds:]
+
+
+GOOD, BAD = [0.95**i for i in range(1, 8)], [0.05] * 7
+
+
+def test_candidates_end_with_j_and_are_few_on_a_cpu():
+    assert candidates(7, 8, "gpu") == (0, 3, 7)
+    assert candidates(7, 64, "gpu") == (0, 1, 3, 7)
+    assert candidates(7, 8, "cpu") == (0, 3, 7)
+    for platform in ("cpu", "gpu", "tpu"):
+        for most in range(1, 33):
+            found = candidates(most, 4, platform)
+            assert list(found) == sorted(set(found))
+            assert (found[0], found[-1]) == (0, most)
+
+
+def test_another_k_needs_a_clear_gain(num_cases):
+    rates = st.dictionaries(st.integers(0, 9), st.floats(0.1, 1e6), min_size=1)
+
+    @settings(max_examples=num_cases("choices among rates", 300), deadline=None)
+    @given(rates, st.data())
+    def check(rates, data):
+        present = data.draw(st.sampled_from(sorted(rates)))
+        chosen = best(rates, present, LEAST_GAIN)
+        fastest = max(rates.values())
+        if fastest > (1 + LEAST_GAIN) * rates[present]:
+            assert rates[chosen] == fastest
+            assert all(rates[k] < fastest for k in rates if k < chosen)
+        else:
+            assert chosen == present
+        assert best(rates, chosen, LEAST_GAIN) == chosen  # it stays
+
+    check()
+
+
+def test_exploration_is_rare_and_cheap(num_cases):
+    times = st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=6)
+
+    @settings(max_examples=num_cases("costs of exploration", 300), deadline=None)
+    @given(times, st.data())
+    def check(times, data):
+        seconds = dict(enumerate(sorted(times)))
+        present, most = data.draw(st.sampled_from(sorted(seconds)[:-1])), max(seconds)
+        interval = exploration_interval(seconds, present)
+        assert 2 / (interval + 2) <= 2 / EXPLORE_EVERY
+        extra = 2 * (seconds[most] - seconds[present])
+        assert extra <= 1.01 * EXPLORE_COST * interval * seconds[present] + 1e-9
+
+    check()
+
+
+def test_shares_are_those_of_verified_drafts_only():
+    survival = Survival(3)
+    assert survival.shares == [0.0, 0.0, 0.0]
+    survival.add([(3, 3)] * 30 + [(3, 1)] * 10)
+    assert survival.shares == pytest.approx([1.0, 0.75, 0.75])
+    assert survival.is_known(3)
+    survival.add([(1, 0)] * 10**4)  # drafts 2 and 3 are not verified
+    assert survival.shares[0] < 0.01
+    assert survival.shares == sorted(survival.shares, reverse=True)
+    for _ in range(200):
+        survival.add([(3, 3)] * 100)
+    assert survival.shares[1] > 0.99
+
+
+def test_old_rounds_lose_their_weight():
+    survival = Survival(1)
+    survival.add([(1, 1)] * 10**4)
+    for _ in range(200):
+        survival.add([(1, 0)] * 100)
+    assert survival.shares[0] < 0.01
+
+
+def test_shares_of_drafts_that_are_not_verified_follow_those_before_them():
+    """Texts become easier while rounds have three drafts: the fourth and fifth would pass more often, too."""
+    survival = Survival(5)
+    for _ in range(100):
+        survival.add([(5, 5)] * 4 + [(5, 1)] * 6 + [(5, 0)] * 30)
+    assert survival.shares == pytest.approx([0.25, 0.1, 0.1, 0.1, 0.1])
+    for _ in range(100):
+        survival.add([(3, 3)] * 32 + [(3, 2)] * 8)
+    assert survival.shares == pytest.approx([1.0, 1.0, 0.8, 0.8, 0.8], abs=0.02)
+    survival.add([(5, 3)] * 32 + [(5, 2)] * 8)  # one exploration: the fourth draft no longer passes
+    assert survival.shares[3] == pytest.approx(survival.shares[4])
+    assert survival.shares[3] < 0.65 * survival.shares[2]
+    assert survival.is_known(5)
+
+
+def test_a_choice_that_hard_texts_have_made_is_given_up_with_them():
+    """At 64 requests K = 3 is best while only a few texts have drafts that pass, and K = 7 afterwards."""
+    real = {0: 11.4, 1: 13.2, 3: 15.9, 5: 20.7, 7: 22.4}
+    hard = [0.5, 0.33, 0.25, 0.22, 0.2, 0.18, 0.16]
+    easy = [0.85, 0.72, 0.63, 0.56, 0.5, 0.45, 0.4]
+    driven = Driven({(64, k): 1e-3 * ms for k, ms in real.items()}, hard)
+    driven.size, driven.rows = 64, greedy(64)
+    driven.real = {k: 1e-3 * ms for k, ms in real.items()}
+    driven.run(600)
+    assert driven.policy.present(64) == 3
+    driven.shares = easy
+    assert J in driven.run(64)
+    assert driven.policy.present(64) == J
+
+
+def test_k_is_j_until_drafts_are_verified_and_times_known():
+    assert set(Driven(STEEP, BAD, lag=10**9).run(500)) == {J}
+    assert set(Driven({}, BAD).run(500)) == {J}
+    unknown = {shape: s for shape, s in STEEP.items() if shape != (8, J)}
+    assert set(Driven(unknown, BAD).run(500)) == {J}
+
+
+def test_expensive_drafts_that_fail_are_given_up_and_taken_up_again():
+    driven = Driven(STEEP, BAD)
+    assert driven.run(400)[-50:].count(0) >= 48
+    assert driven.policy.present(8) == 0
+    driven.shares = [1.0] * 7
+    driven.policy.times = RoundTimes(FLAT)
+    driven.run(5000)
+    assert driven.policy.present(8) == J
+    assert driven.policy.num_changes == 2
+
+
+def test_drafts_that_cost_nothing_are_all_made():
+    driven = Driven(FLAT, GOOD)
+    assert set(driven.run(500)) == {J}
+    assert driven.policy.num_changes == 0
+    assert driven.policy.rate == pytest.approx(8 * (1 + sum(GOOD)), rel=0.1)
+
+
+def test_an_exploration_is_two_rounds_of_j_and_rare():
+    chosen = Driven(STEEP, BAD).run(40_000)[1000:]
+    at_j = [i for i, k in enumerate(chosen) if k == J]
+    assert at_j, "never explored"
+    pairs = list(zip(at_j[::2], at_j[1::2], strict=False))
+    assert all(b == a + 1 for a, b in pairs)
+    assert len(at_j) / len(chosen) <= 2 / EXPLORE_EVERY
+    # At K = 0 a round takes 1, at J it takes 8: 14 more for each exploration.
+    assert len(pairs) * 14 <= 1.05 * EXPLORE_COST * len(chosen)
+
+
+def test_noise_changes_k_seldom():
+    """K = 3 and 5 are equally fast: small differences decide, and hysteresis ignores them."""
+    shares = [0.8**i for i in range(1, 8)]
+    tokens = {k: 1 + sum(shares[:k]) for k in DRAFTS}
+    worse = {0: 1.2, 1: 1.2, 3: 1.0, 5: 1.0, 7: 1.2}
+    driven = Driven({(8, k): worse[k] * tokens[k] for k in DRAFTS}, shares)
+    chosen = driven.run(20_000)
+    assert driven.policy.present(8) in (3, 5)
+    assert driven.policy.num_changes < 20_000 / DECIDE_EVERY / 10
+    assert sum(k in (3, 5) for k in chosen[2000:]) > 0.97 * len(chosen[2000:])
+
+
+def test_only_compiled_rounds_are_chosen(num_cases):
+    some = st.sets(st.sampled_from(DRAFTS[:-1])).map(lambda ks: (*sorted(ks), J))
+    steps = st.lists(st.tuples(some, st.booleans()), min_size=1, max_size=30)
+
+    @settings(max_examples=num_cases("sequences of compiled rounds", 60), deadline=None)
+    @given(steps, st.integers(0, 99))
+    def check(steps, seed):
+        rng = random.Random(seed)
+        driven = Driven({(8, k): rng.random() + 0.1 for k in DRAFTS}, GOOD, seed=seed)
+        compiled: set[int] = set()  # never less than before
+        for more, is_good in steps:
+            compiled |= set(more)
+            driven.shares = GOOD if is_good else BAD
+            assert set(driven.run(20, tuple(sorted(compiled)))) <= compiled
+
+    check()
+
+
+def test_the_choice_counts_each_requests_own_limit_and_class():
+    driven = Driven(FLAT, GOOD, rows=greedy(4) + greedy(4, num_draft=0))
+    driven.run(100)
+    assert driven.policy.rate == pytest.approx(8 + 4 * sum(GOOD), rel=0.1)
+    plain = Driven(STEEP, GOOD, rows=greedy(8, num_draft=0))
+    assert plain.run(200)[-50:].count(0) >= 48
+    sampled = [make_request(i, [1], J, temperature=1.0) for i in range(8)]
+    driven = Driven(FLAT, GOOD, rows=sampled)
+    driven.run(100)
+    shares = driven.policy.shares
+    assert shares["sampled"][0] > 0.8
+    assert shares["greedy"] == [0.0] * J
+
+
+def test_a_sampled_request_with_a_seed_keeps_k_at_j():
+    seeded = make_request(99, [1], J, temperature=1.0)
+    object.__setattr__(seeded.params, "seed", 5)
+    driven = Driven(STEEP, BAD)
+    assert 0 in driven.run(400)
+    driven.rows = [*greedy(7), seeded]
+    assert set(driven.run(50)) == {J}
+    object.__setattr__(seeded.params, "temperature", 0.0)
+    assert 0 in driven.run(50)
+
+
+def test_a_change_is_one_log_line_with_both_rates(caplog):
+    driven = Driven(STEEP, BAD)
+    with caplog.at_level(logging.INFO, logger=k_by_load.__name__):
+        driven.run(400)
+    assert driven.policy.num_changes == len(caplog.records) == 1
+    assert "batch size 8: 0 drafts per round, predicted 8 tokens/s; 7 drafts gave 1" in caplog.text
+
+
+SHARES = [0.80, 0.63, 0.51, 0.41, 0.35, 0.30, 0.26]
+REAL = {  # milliseconds of a round by batch size and K: Qwen3-Coder-30B-A3B in FP8 blocks on an H200
+    8: {0: 5.9, 1: 8.5, 3: 10.0, 5: 10.5, 7: 10.7},
+    32: {0: 9.8, 1: 10.9, 3: 12.1, 5: 14.2, 7: 14.9},
+    128: {0: 13.6, 1: 18.0, 3: 23.3, 5: 26.5, 7: 34.0},
+}
+IDLE = {  # what a round over idle slots may seem to take, by K
+    "right": lambda real, k: real[k],
+    "a constant": lambda real, k: 1.0,
+    "by rows": lambda real, k: 1.0 + k,
+    "1.6 from 3 to 5": lambda real, k: {0: 0.5, 1: 0.7, 3: 1.0, 5: 1.6, 7: 2.2}[k],
+    "hardly more than plain": lambda real, k: 1.0 if k < 3 else 1.9 + 0.1 * k,
+}
+
+
+@pytest.mark.sampled(2, slow=5)
+@pytest.mark.parametrize("idle", IDLE)
+@pytest.mark.parametrize("size", REAL)
+def test_the_choice_comes_within_two_percent_of_the_best_k(size, idle, num_cases):
+    """Real rounds correct wrong times over idle slots."""
+    real = REAL[size]
+    tokens = {k: 1 + sum(SHARES[:k]) for k in DRAFTS}
+    fastest = max(tokens[k] / real[k] for k in DRAFTS)
+    for seed in range(num_cases("runs with wrong idle times", 2)):
+        driven = Driven({(size, k): IDLE[idle](real, k) for k in DRAFTS}, SHARES, seed=seed)
+        driven.size, driven.rows = size, greedy(size)
+        driven.real = {k: ms * 1e-3 for k, ms in real.items()}
+        chosen = driven.run(1500)
+        spent = sum(real[k] for k in chosen[300:])
+        assert sum(tokens[k] for k in chosen[300:]) / spent > 0.98 * fastest
+        final = driven.policy.present(size)
+        assert tokens[final] / real[final] > 0.98 * fastest
+
+
+def test_trials_are_rare_and_only_of_what_may_pay():
+    """K = 5 and 3 are tried once in 4096 rounds; K = 0 and 1 promise too little."""
+    driven = Driven({(8, k): 1.0 for k in DRAFTS}, GOOD)
+    driven.real = dict.fromkeys(DRAFTS, 1.0)
+    chosen = driven.run(8192)
+    tokens = {k: 1 + sum(GOOD[:k]) for k in DRAFTS}
+    tried = {k for k in DRAFTS if TRY_ABOVE * tokens[J] < tokens[k] < tokens[J]}
+    assert set(chosen) == {J} | tried == {J, 5}
+    assert chosen.count(5) <= 2 * 3 * DECIDE_EVERY
+    assert driven.policy.num_changes == 0
+
+
+def test_a_trial_whose_rounds_are_not_timed_ends():
+    driven = Driven({(8, k): 1.0 for k in DRAFTS}, GOOD)
+    for _ in range(8):
+        driven.policy.times.add_round(RoundShape(8, J), 1.0)
+    chosen = driven.run(2000)
+    assert 0 < chosen.count(5) <= 5 * DECIDE_EVERY
+    assert set(chosen[-1000:]) == {J}
+
+
+@pytest.mark.sampled(1, slow=1)
+@pytest.mark.parametrize("lag", [0, 1])
+def test_texts_and_counts_are_right_while_k_follows_changing_times(lag, monkeypatch, num_cases):
+    monkeypatch.setattr(k_by_load.LoadPolicy, "decide_every", 1)
+
+    class Changing(RoundTimes):
+        def seconds(self, size, drafts):
+            return {k: rng.random() for k in drafts}
+
+    config = make_config(J=5, B=6, max_len=48, Z=4, P=20, T=7, R=1, N=2)
+    seen: set[int] = set()
+    for seed in range(num_cases("scheduler runs with changing K", 4)):
+        rng = random.Random(seed)
+        engine = FakeEngine(config, lag=lag, seed=seed)
+        scheduler = engine.scheduler
+        scheduler.policy = LoadPolicy(5, Changing())
+        scheduler.rounds = dict.fromkeys(config.batch_buckets, (0, 1, 3, 5))
+        requests = []
+        for _ in range(400):
+            if rng.random() < 0.4 and scheduler.num_waiting < config.max_waiting:
+                prompt = [rng.randrange(60) for _ in range(rng.randint(1, 8))]
+                limit = rng.choice([5, 5, 0, 2])
+                requests.append(engine.add(prompt, limit, max_tokens=rng.randint(1, 40)))
+            calls = engine.dispatch()
+            if calls.decode is not None:
+                seen.add(calls.decode.num_draft)
+            while len(engine.in_flight) > lag:
+                engine.commit()
+        engine.drain()
+        for request in requests:
+            check_finished(request, engine)
+        assert scheduler.policy.num_changes > 10
+    assert seen == {0, 1, 3, 5}
+
+
+def test_a_choice_and_a_schedule_exclude_each_other():
+    schedule = [(1, 8, 3)]
+    with pytest.raises(ConfigError, match="leave one of the two out") as caught:
+        EngineConfig(adaptive="load", draft_schedule=schedule)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="adaptive: 'fast' must be off or load"):
+        EngineConfig(adaptive="fast")
+    with pytest.raises(ConfigError, match=r"adaptive: 'survival' is removed: .*; use load"):
+        EngineConfig(adaptive="survival")
+    assert EngineConfig(adaptive="off", draft_schedule=schedule).num_draft_at(4) == 3
+    assert adaptive_or_default(None, ()) == "load"
+    assert adaptive_or_default(None, tuple(schedule)) == "off"
+    assert adaptive_or_default("load", tuple(schedule)) == "load"
