@@ -63,11 +63,14 @@ def _send(pipe: Connection, function: Callable, arguments: tuple) -> None:
         pipe.send(error)
 
 
-def measure(model: RandomModel, options: Sequence[str], cells: Sequence[Cell]) -> list[dict]:
+def measure(
+    model: RandomModel, options: Sequence[str], num_pages: int, cells: Sequence[Cell]
+) -> list[dict]:
     """Fields of `Measurement.as_row` for each cell, and the tokens of all texts as `outputs`.
 
     Args:
       options: of the server.
+      num_pages: of the server. Its number is a shape of every program, and free memory differs from start to start.
     """
     from bench.timing import drive
     from peagle_jax.cli import runs
@@ -76,7 +79,7 @@ def measure(model: RandomModel, options: Sequence[str], cells: Sequence[Cell]) -
     settings, _ = resolve(options)
     if not settings.no_cache:
         runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
-    engine = random_engine(replace(model, tokenizer=None), settings)
+    engine = random_engine(replace(model, tokenizer=None), settings, num_pages)
     runs.warm_up(engine)
     found = []
     for cell in cells:

@@ -80,6 +80,11 @@ def wait_for_programs(address: str) -> None:
             time.sleep(_POLL)
 
 
+def _num_pages(address: str) -> int:
+    with grpc.insecure_channel(address) as channel:
+        return GenerationStub(channel).GetStats(pb.GetStatsRequest()).kv_pages_total
+
+
 def identity(options: Options, about: pb.GetModelInfoResponse) -> dict:
     """Further row fields that identify the measurement."""
     if options.preset is None:
@@ -134,7 +139,8 @@ def add_bare(options: Options, serve_options: Sequence[str], measured: Sequence[
     """Adds to the rows what the bare engine does with the same calls. The server must have ended."""
     by_load = {(one.row["concurrency"], one.row["rate"]): one for one in measured}
     cells = [_cell(one) for one in by_load.values()]
-    found = in_child(measure, model_of(options), list(serve_options), cells)
+    num_pages = measured[0].row["kv_pages"] + 1  # and the dummy page
+    found = in_child(measure, model_of(options), list(serve_options), num_pages, cells)
     for load, bare in zip(by_load, found, strict=True):
         for one in measured:
             if (one.row["concurrency"], one.row["rate"]) == load:
@@ -180,7 +186,7 @@ def stored(options: Options) -> dict[Path, float]:
 
 def start_times(options: Options, server: Served, before: dict[Path, float]) -> dict:
     """Row fields: seconds from the start of a server to its port, to SERVING, and until all programs are compiled;
-    how many of these programs were on disk `before`."""
+    how many of these programs were on disk `before`; pages of the KV cache."""
     wait_for_programs(server.address)
     now = stored(options)
     return {
@@ -188,4 +194,5 @@ def start_times(options: Options, server: Served, before: dict[Path, float]) -> 
         "port_seconds": server.port_seconds,
         "serving_seconds": server.serving_seconds,
         "programs_seconds": time.monotonic() - server.started,
+        "kv_pages": _num_pages(server.address),
     }

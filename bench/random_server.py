@@ -11,7 +11,7 @@ import string
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,8 +52,11 @@ def make_engine(settings: Settings) -> "Engine":
     return random_engine(RandomModel(**json.loads(os.environ[_VARIABLE])), settings)
 
 
-def random_engine(model: RandomModel, settings: Settings) -> "Engine":
+def random_engine(model: RandomModel, settings: Settings, num_pages: int | None = None) -> "Engine":
     """An engine as `serving.engines.make_engine` makes it, with random weights; not yet warm.
+
+    Args:
+      num_pages: pages of the KV cache; None takes what fits.
 
     Raises:
       ConfigError: settings of models in folders, or a model that cannot be made.
@@ -70,6 +73,8 @@ def random_engine(model: RandomModel, settings: Settings) -> "Engine":
         if getattr(settings, name) is not None:
             raise ConfigError(f"--{name} is for models in folders: leave it out beside --preset")
     config, method = sized_config(settings), settings.method or "peagle"
+    if num_pages is not None:
+        config = replace(config, num_pages=num_pages)
     made = Models.make(
         preset(model.preset, model.layers),
         [method],

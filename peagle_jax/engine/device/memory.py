@@ -3,6 +3,7 @@
 With several devices all numbers are those of one of them.
 """
 
+import gc
 import logging
 import os
 from dataclasses import replace
@@ -180,7 +181,12 @@ def draft_bytes(target: TargetConfig, config: EngineConfig) -> int:
 
 def free_bytes(num_devices: int) -> int | None:
     """Least free memory of the devices in bytes, over all processes; None when the platform does
-    not report it."""
+    not report it.
+
+    Arrays that only dead cycles hold are freed first. A server collects no garbage while it starts,
+    and modules are cycles: the weights that others have replaced would count as used.
+    """
+    gc.collect()
     devices = own_devices(num_devices)
     stats = [device.memory_stats() for device in devices]
     if all(stats):
