@@ -53,4 +53,5 @@ def test_the_documented_rows_are_among_those_the_command_prints(capsys):
     printed = capsys.readouterr().out.splitlines()
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     rows = page.partition("| model | parameters")[2].splitlines()[2:]
-    assert rows and set(rows) <= set(printed)
+    assert rows
+    assert set(rows) <= set(printed)
