@@ -40,16 +40,11 @@ PAGES = tuple(
     for name in (
         "README.md",
         "docs/results.md",
-        "docs/adaptive.md",
         "docs/decode-step.md",
         "docs/host.md",
         "docs/ladder.md",
         "docs/parallel.md",
-        "docs/replicas.md",
         "docs/training.md",
-        "docs/conversion.md",
-        "docs/reliability.md",
-        "docs/structured.md",
         "peagle_jax/assets/README.md",
     )
 )

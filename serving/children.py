@@ -98,15 +98,11 @@ class Children:
                 one.close()
 
     def how_the_engine_ended(self) -> str:
-        """See `how_it_ended`."""
+        """How the engine's process ended, in words."""
         return how_it_ended(self._engine_process)
 
     def how_a_server_ended(self, index: int) -> str:
-        """See `how_it_ended`.
-
-        Args:
-          index: number of the process, from 1 on.
-        """
+        """How a process that serves clients ended, in words; `index` counts from 1."""
         return how_it_ended(self.servers[index - 1])
 
     @property

@@ -231,10 +231,10 @@ class _FairPool:
         self.close, self.wait_closed = self._pool.close, self._pool.wait_closed
 
     async def run[T](self, origin: str, function: Callable[[], T]) -> T:
-        """See `BoundedPool.run`.
+        """The result of a function in the pool, when the caller `origin` has its turn.
 
-        Args:
-          origin: the caller whose turn it is.
+        Raises:
+          ServiceError: RESOURCE_EXHAUSTED if too many wait and this caller has most of them.
         """
         await self._wait_for_turn(origin)
         return await asyncio.shield(self._start(origin, function))

@@ -183,12 +183,12 @@ class Frontend:
             return await self._encoder.encode(text, field=field, special=special)
 
     async def decode(self, tokens: Sequence[int], *, field: str) -> str:
-        """See `Encoder.decode`; raises as `encode` does."""
+        """The text of tokens; raises as `encode` does."""
         async with self._limit_time():
             return await self._encoder.decode(tokens, field=field)
 
     async def names(self, tokens: Sequence[int], *, field: str) -> list[str]:
-        """See `Encoder.names`; raises as `encode` does."""
+        """Names of tokens, as reports show them; raises as `encode` does."""
         async with self._limit_time():
             return await self._encoder.names(tokens, field=field)
 

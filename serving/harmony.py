@@ -77,14 +77,12 @@ class HarmonyParser:
         self._state = self._body
 
     def add(self, tokens: Sequence[int]) -> ReplyPart:
-        """See `ReplyParser`."""
         # Stop strings that overlap end the text by the token that completes the first.
         if not self._stops and self._state == self._body and self._special.isdisjoint(tokens):
             return self._part(self._text.add(tokens))
         return ReplyPart.joined([self._next(token) for token in tokens])
 
     def finish(self) -> ReplyPart:
-        """See `ReplyParser`."""
         rest = self._part(self._text.finish())
         return rest if self._function is None else ReplyPart("".join(self._arguments))
 

@@ -33,7 +33,6 @@ class Histogram(Collector):
         self._sum += value * times
 
     def collect(self) -> Iterable[Metric]:
-        """See prometheus_client's Collector."""
         family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
         totals = itertools.accumulate(self._counts)
         buckets = [

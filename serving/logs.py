@@ -81,7 +81,6 @@ class LimitedHandler(logging.StreamHandler):
         self._kinds: dict[object, _Kind] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See logging.Handler."""
         now = self._clock()
         self._close_windows(now)
         key = getattr(record, "kind", (record.name, record.levelno, record.msg))

@@ -43,7 +43,6 @@ class Summed:
         self._registry, self._others = registry, others
 
     def collect(self) -> Iterable[Metric]:
-        """See prometheus_client."""
         for family in self._registry.collect():
             family.samples = [self._summed(sample) for sample in family.samples]
             yield family

@@ -84,11 +84,10 @@ class RemoteEngine:
 
     @property
     def load(self) -> Load:
-        """See `Worker`. It is made when it is read, because one comes with each round."""
+        """It is made when it is read, because one comes with each round."""
         return unpacked_load(self._load)
 
     def start(self, listener: Listener) -> None:
-        """See `Worker`."""
         self._listener, self._loop = listener, asyncio.get_running_loop()
         self._channel.connection.setblocking(False)
         self._loop.add_reader(self._channel.connection, self._read)
@@ -96,26 +95,21 @@ class RemoteEngine:
             self._loop.call_soon(self._handle, message)
 
     def submit(self, jobs: Sequence[Job], name: Name) -> None:
-        """See `Worker`."""
         self._send(("submit", [self._portable(job) for job in jobs], name))
 
     def abort(self, key: Hashable) -> None:
-        """See `Worker`."""
         self._send(("abort", key))
 
     def closed(self, name: Name) -> None:
-        """See `Worker`."""
         if self._num_servers > 1:
             self._send(("closed", name))
 
     async def abort_elsewhere(self, name: Name) -> bool:
-        """See `Worker`."""
         if self._num_servers == 1 or self._is_gone:
             return False
         return await asyncio.wrap_future(self._call("abort-name", name))
 
     async def gather(self) -> list:
-        """See `Worker`."""
         if self._num_servers > 1 and not self._is_gone:
             number = next(self._numbers)
             self._missing[number] = self._num_servers - 1
@@ -134,21 +128,19 @@ class RemoteEngine:
         return list(self._parts.values())
 
     def flush_prefix_cache(self, salt: Salt, on_done: Callable[[int], None]) -> None:
-        """See `Worker`."""
         done = lambda answer: None if answer.exception() else on_done(answer.result())
         self._call("flush", salt).add_done_callback(done)
 
     def prepare_matchers(self) -> None:
-        """See `Worker`; called in threads."""
+        """Called in threads."""
         self._ask("compile", None, 0)
 
     def matchers(self, constraint: Checked, number: int) -> list[_Matcher]:
-        """See `Worker`; called in threads."""
+        """Called in threads."""
         call = self._ask("compile", constraint, number)
         return [_Matcher((call, index), self._forget) for index in range(number)]
 
     def stop(self, timeout: float) -> bool:
-        """See `Worker`."""
         self._is_ending = True
         return self.end(timeout)
 

@@ -143,18 +143,16 @@ class EngineWorker:
 
     @property
     def busy_seconds(self) -> float:
-        """See `Worker`. Read it every second."""
+        """Read it every second."""
         now, since = self._clock.now(), self._busy_since
         return 0.0 if since is None else now - since
 
     @property
     def batch_sizes_pending(self) -> int:
-        """See `Worker`."""
         return len({key.size for key in self._engine.programs.missing if not isinstance(key, str)})
 
     @property
     def device_memory(self) -> Mapping[int, DeviceMemory]:
-        """See `Worker`."""
         return device_memory(self._engine.config.tensor_parallel)
 
     def start(self, listener: Listener, call: Callable[..., object] | None = None) -> None:
@@ -171,34 +169,30 @@ class EngineWorker:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job], name: Name) -> None:
-        """See `Worker`."""
         self._mail.put(_Submit(tuple(jobs)))
 
     def abort(self, key: Hashable) -> None:
-        """See `Worker`."""
         self._mail.put(_Abort(key))
 
     def closed(self, name: Name) -> None:
-        """See `Worker`."""
+        """Nothing is kept by name: the engine has no other server."""
 
     async def abort_elsewhere(self, name: Name) -> bool:
-        """See `Worker`: the engine has no other server."""
+        """The engine has no other server."""
         return False
 
     async def gather(self) -> list:
-        """See `Worker`: the engine has no other server."""
+        """The engine has no other server."""
         return []
 
     def flush_prefix_cache(self, salt: Salt, on_done: Callable[[int], None]) -> None:
-        """See `Worker`."""
         self._mail.put(_Flush(salt, on_done))
 
     def prepare_matchers(self) -> None:
-        """See `Worker`."""
         self._engine.grammars.prepare()
 
     def matchers(self, constraint: Checked, number: int) -> list[Matcher]:
-        """See `Worker`; any thread may call it."""
+        """Any thread may call it."""
         # The memory is taken first: what is refused must not be compiled.
         lease = self._constraint_memory.lease(constraint.origin, constraint.memory)
         matcher = self._engine.grammars.matcher(constraint.definition)

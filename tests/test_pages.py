@@ -143,3 +143,26 @@ def test_the_readme_shows_every_command():
         r"^\[project\.scripts\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.M | re.S
     )[1]
     assert [one for one in re.findall(r"^([\w-]+) =", scripts, re.M) if one not in text] == []
+
+
+LONG_LINES = {
+    "docs/decode-step.md",
+    "docs/host.md",
+    "docs/kernels.md",
+    "docs/ladder.md",
+    "docs/log.md",
+    "docs/own-model.md",
+    "docs/parallel.md",
+    "docs/portability.md",
+    "docs/results.md",
+    "docs/training.md",
+    "peagle_jax/assets/README.md",
+}
+"""Pages that are not wrapped yet."""
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - LONG_LINES))
+def test_lines_that_people_write_are_short(name):
+    drawn = re.compile(r"<!-- (\w+):([\w-]+) -->\n.*?<!-- /\1:\2 -->", re.DOTALL)
+    text = drawn.sub("", (ROOT / name).read_text(encoding="utf-8"))
+    assert [line for line in text.splitlines() if len(line) > 120] == []

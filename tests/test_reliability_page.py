@@ -8,22 +8,23 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
-ROW = re.compile(r"^\| (?P<defect>[^|]+) \| (?P<tests>[^|]*) \|$")
+ITEM = re.compile(r"^- (?P<defect>.+?):(?P<tests>(?: `[^`]+`,?|\n  `[^`]+`,?)*)$", re.MULTILINE)
 TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 
 
+def section() -> str:
+    """The text below the heading of the defects."""
+    heading = "## Defects and the tests that find them"
+    return PAGE.read_text(encoding="utf-8").partition(heading)[2]
+
+
 def defects() -> dict[str, list[tuple[str, str]]]:
-    """Defect -> (file, test function) of each test that finds it, of every table of defects."""
-    _, _, part = PAGE.read_text(encoding="utf-8").partition(
-        "## Defects and the tests that find them"
-    )
-    matches = filter(None, map(ROW.match, part.splitlines()))
-    found = {match["defect"]: TEST.findall(match["tests"]) for match in matches}
-    return {defect: tests for defect, tests in found.items() if defect != "defect"}
+    """Defect -> (file, test function) of each test that finds it."""
+    return {match["defect"]: TEST.findall(match["tests"]) for match in ITEM.finditer(section())}
 
 
 def test_every_defect_has_a_test():
-    assert len(defects()) > 30
+    assert len(defects()) == len(re.findall(r"^- ", section(), re.MULTILINE)) > 30
     assert [defect for defect, tests in defects().items() if not tests] == []
 
 

@@ -40,7 +40,7 @@ def candidate_walk(
     scale: float,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.candidate_walk`; the edges are [B, J-1, C, C] from a, the last axis, to b."""
+    """`api.candidate_walk`; the edges are [B, J-1, C, C] from a, the last axis, to b."""
     B, J, _ = ids.shape
     rank = states.shape[-1]
     groups = min(_MOST_GROUPS, pl.cdiv(J - 1, _EACH))

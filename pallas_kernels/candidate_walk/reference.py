@@ -12,7 +12,7 @@ def candidate_walk(
     after: jax.Array,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.candidate_walk`."""
+    """`api.candidate_walk` in jnp."""
     wide = lambda table, ids: table[ids].astype(jnp.float32)
     inner = wide(before, ids[:, :-1]) + states[:, 1:, None]
     edges = scale * jnp.einsum(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def cutoffs(logits: jax.Array, scale: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """See `api.cutoffs`."""
+    """`api.cutoffs` by a sort of each row."""
     V = logits.shape[-1]
     below = jnp.sort(jnp.abs((logits - logits.max(-1, keepdims=True)) * scale[..., None]))
     at = jnp.clip(top_k - 1, 0, V - 1)[..., None]

@@ -163,7 +163,7 @@ class Progress:
 
     @property
     def drafts_per_round(self) -> str:
-        """See `Run`."""
+        """K of the compiled rounds, as "7" or "0 to 7"."""
         return _range(self._bucket_drafts)
 
     @property

@@ -196,8 +196,6 @@ class Conversation:
 
 
 class Chat(Route[ChatFields]):
-    """See `Route`."""
-
     path = "/v1/chat/completions"
     dialect = OPENAI
     fields = ChatFields
@@ -332,8 +330,6 @@ def _num_logprobs(fields: ChatFields) -> int | None:
 
 
 class _Choices:
-    """See `Choices`."""
-
     def __init__(
         self, frontend: Frontend, options: Options, prompt: list[int], *, is_parallel: bool
     ):

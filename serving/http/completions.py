@@ -43,8 +43,6 @@ class CompletionFields(SharedFields):
 
 
 class Completions(Route[CompletionFields]):
-    """See `Route`."""
-
     path = "/v1/completions"
     dialect = OPENAI
     fields = CompletionFields
@@ -176,11 +174,7 @@ def _text(tokenizer: Tokenizer | None, given: str | list[int], prompt: list[int]
 
 
 class _Choices:
-    """See `Choices`.
-
-    Args:
-      echoed: texts of the prompts, with an echo.
-    """
+    """The choices of completions; `echoed` are the texts of the prompts, with an echo."""
 
     def __init__(
         self,

@@ -71,7 +71,6 @@ class Connection(H11Protocol):
         self._app, self.app = self.app, self._answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """See asyncio.Protocol, as for the methods below."""
         lingering = LingeringTransport(
             transport, self._is_client_sending, seconds=self._time_limits.linger
         )

@@ -1,9 +1,8 @@
-"""The tables of docs/serving.md: what is done with each field of the APIs. `python -m serving.http.field_table FILE`
-writes them between their markers."""
+"""`python -m serving.http.field_table FILE` writes docs/fields.md: what is done with each field."""
 
-import json
-import re
 import sys
+import textwrap
+from collections import defaultdict
 from pathlib import Path
 
 from serving.http.chat import ChatFields
@@ -12,46 +11,52 @@ from serving.http.fields import Fields, Ignored, Refused, declarations, places_o
 from serving.http.messages_fields import MessagesFields
 from serving.http.responses_fields import ResponsesFields
 
-_MARKED = re.compile(r"(<!-- fields -->\n).*(<!-- /fields -->)", re.DOTALL)
 _ROUTES: dict[str, type[Fields]] = {
     "/v1/chat/completions": ChatFields,
     "/v1/completions": CompletionFields,
     "/v1/responses": ResponsesFields,
     "/v1/messages": MessagesFields,
 }
+_HEAD = """\
+# Fields of the HTTP APIs
+
+`python -m serving.http.field_table docs/fields.md` writes this page from the declarations in `serving/http`. A refusal
+says why, and what to send instead. [serving.md](serving.md#fields-of-the-http-apis) has the rules.
+"""
 
 
-def table(root: type[Fields]) -> str:
-    """The table of a route's fields: a row for those with the same reason."""
-    rows: dict[tuple[str, str], list[str]] = {}
+def _sections(root: type[Fields]) -> str:
+    """The fields of a route by what is done with them."""
+    paths = defaultdict(list)
     for model, place in places_of(root).items():
         for name, mark in declarations(model):
-            status, values = "honoured", ()
             match mark:
                 case Ignored():
-                    status, values = "ignored", mark.met
+                    status = "ignored"
+                case Refused() if mark.neutral:
+                    status = "refused, but for values without effect"
                 case Refused():
-                    status, values = "refused", mark.neutral
-            listed = ", ".join(json.dumps(value) for value in values)
-            path = f"`{place}{name}`" + (f" (unless {listed})" if listed else "")
-            rows.setdefault((status, mark.reason if mark else ""), []).append(path)
-    lines = [
-        f"| {status} | {reason} | {', '.join(paths)} |"
-        for (status, reason), paths in sorted(rows.items())
-    ]
-    return "\n".join(["| | why | fields |", "|---|---|---|", *lines, ""])
+                    status = "refused"
+                case None:
+                    status = "honoured"
+            paths[status].append(f"`{place}{name}`")
+    return "\n".join(
+        textwrap.fill(
+            f"- {status}: {', '.join(paths[status])}",
+            width=118,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for status in sorted(paths)
+    )
 
 
-def tables() -> str:
-    """The tables of all routes."""
-    return "\n".join(f"`{path}`:\n\n{table(root)}" for path, root in _ROUTES.items())
-
-
-def filled(page: str) -> str:
-    """The text of a page with its tables made anew."""
-    return _MARKED.sub(lambda found: f"{found[1]}\n{tables()}\n{found[2]}", page)
+def page() -> str:
+    """The text of docs/fields.md."""
+    routes = [f"\n## {path}\n\n{_sections(root)}\n" for path, root in _ROUTES.items()]
+    return _HEAD + "".join(routes)
 
 
 if __name__ == "__main__":
-    _path = Path(sys.argv[1])
-    _path.write_text(filled(_path.read_text(encoding="utf-8")), encoding="utf-8")
+    Path(sys.argv[1]).write_text(page(), encoding="utf-8")

@@ -19,8 +19,6 @@ _REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
 class Messages(Route[MessagesFields]):
-    """See `Route`."""
-
     path = "/v1/messages"
     dialect = ANTHROPIC
     fields = MessagesFields
@@ -63,8 +61,6 @@ class CountTokens(Route[PromptFields]):
 
 
 class _Answer:
-    """See `Answer`."""
-
     def __init__(self, answer_id: str, model: str, blocks: Blocks, *, is_stream: bool):
         self.n, self.is_stream = 1, is_stream
         self._id, self._model, self._blocks = answer_id, model, blocks
@@ -72,7 +68,6 @@ class _Answer:
         self._has_begun = False
 
     def part(self, index: int, delta: Delta, streams: Sequence[Stream]) -> list[dict]:
-        """See `Answer`."""
         events = []
         if not self._has_begun:
             self._has_begun = True
@@ -82,12 +77,10 @@ class _Answer:
         return events
 
     def end(self, streams: Sequence[Stream]) -> list[dict]:
-        """See `Answer`."""
         delta = {"type": "message_delta", "delta": self._stop(), "usage": _usage(streams)}
         return [delta, {"type": "message_stop"}]
 
     def whole(self, deltas: Mapping[int, Delta], streams: Sequence[Stream]) -> dict:
-        """See `Answer`."""
         for _ in self._changes(deltas[0]):
             pass
         content = [_content(block, block.text) for block in self._blocks.all]

@@ -277,7 +277,6 @@ class MessagesFields(PromptFields):
     service_tier: ignored(ONE_TIER, "auto", "standard_only") = None
 
     def as_chat(self) -> dict[str, object]:
-        """See `PromptFields`."""
         same = (
             *("max_tokens", "stream", "temperature", "top_p", "top_k", "priority"),
             *("num_speculative_tokens", "cache_salt"),

@@ -62,7 +62,6 @@ class OpenAiAnswer:
         )
 
     def part(self, index: int, delta: Delta, streams: Sequence[Stream]) -> list[dict | bytes]:
-        """See `Answer`."""
         self._num_tokens += len(delta.tokens)
         if self._templates is not None and (field := self._choices.only_text(index, delta)):
             return [self._template(index, field, delta).filled(getattr(delta, field))]
@@ -84,14 +83,13 @@ class OpenAiAnswer:
         return found
 
     def end(self, streams: Sequence[Stream]) -> list[dict]:
-        """See `Answer`: if the client asked for it, the usage, without choices."""
+        """If the client asked for it, the usage, without choices."""
         if not self._options.with_usage:
             return []
         usage = {"choices": [], "usage": reports.final_usage(streams)}
         return [self._envelope | usage | reports.speculation(streams)]
 
     def whole(self, deltas: Mapping[int, Delta], streams: Sequence[Stream]) -> dict:
-        """See `Answer`."""
         choices = [self._choices.whole(index, deltas[index]) for index in sorted(deltas)]
         usage = {"usage": reports.final_usage(streams)}
         return self._envelope | {"choices": choices} | usage | reports.speculation(streams)

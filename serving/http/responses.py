@@ -28,8 +28,6 @@ _TEXT_EVENTS = {
 
 
 class Responses(Route[ResponsesFields]):
-    """See `Route`."""
-
     path = "/v1/responses"
     dialect = RESPONSES
     fields = ResponsesFields
@@ -107,11 +105,7 @@ def _tool(one: Function) -> dict:
 
 
 class _Answer:
-    """See `Answer`.
-
-    Args:
-      namespaces: of `ResponsesFields.namespaces`.
-    """
+    """The events and the object of a response; `namespaces` are those of its tools, by name."""
 
     def __init__(
         self,
@@ -129,7 +123,6 @@ class _Answer:
         self._num_events = 0
 
     def part(self, index: int, delta: Delta, streams: Sequence[Stream]) -> list[dict]:
-        """See `Answer`."""
         events = []
         if not self._num_events:
             for name in ("response.created", "response.in_progress"):
@@ -146,13 +139,11 @@ class _Answer:
         return events
 
     def end(self, streams: Sequence[Stream]) -> list[dict]:
-        """See `Answer`."""
         response = self._whole(streams)
         status = response["status"]
         return [self._event(f"response.{_LAST_EVENTS.get(status, status)}", response=response)]
 
     def whole(self, deltas: Mapping[int, Delta], streams: Sequence[Stream]) -> dict:
-        """See `Answer`."""
         for _ in self._changes(deltas[0]):
             pass
         return self._whole(streams)

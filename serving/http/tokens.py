@@ -35,8 +35,6 @@ class DetokenizeFields(Fields):
 
 
 class Tokenize(Route[TokenizeFields]):
-    """See `Route`."""
-
     path = "/tokenize"
     dialect = OPENAI
     fields = TokenizeFields
@@ -83,8 +81,6 @@ class Tokenize(Route[TokenizeFields]):
 
 
 class Detokenize(Route[DetokenizeFields]):
-    """See `Route`."""
-
     path = "/detokenize"
     dialect = OPENAI
     fields = DetokenizeFields

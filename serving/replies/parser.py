@@ -29,11 +29,9 @@ class PlainParser:
         self._text = text
 
     def add(self, tokens: Sequence[int]) -> ReplyPart:
-        """See `ReplyParser`."""
         return ReplyPart(self._text.add(tokens))
 
     def finish(self) -> ReplyPart:
-        """See `ReplyParser`."""
         return ReplyPart(self._text.finish())
 
 
@@ -54,11 +52,9 @@ class DecodedParser:
         self._text, self._parser = text, parser
 
     def add(self, tokens: Sequence[int]) -> ReplyPart:
-        """See `ReplyParser`."""
         return self._parser.add(self._text.add(tokens))
 
     def finish(self) -> ReplyPart:
-        """See `ReplyParser`."""
         return self._parser.add(self._text.finish()) + self._parser.finish()
 
 

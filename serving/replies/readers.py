@@ -61,7 +61,6 @@ class JsonReader:
         self._is_string = self._is_escaped = False
 
     def take(self, piece: str) -> int | None:
-        """See `Reader`."""
         if piece == self._opening:
             self._opening = None
             return None
@@ -76,7 +75,6 @@ class JsonReader:
         return None if size == len(piece) else size
 
     def calls(self, tools: Tools) -> tuple[ToolCall, ...]:
-        """See `Reader`."""
         if self._depth or not self._objects:
             raise NoCall
         return tuple(self._call(read_json(text), tools) for text in self._objects)
@@ -136,11 +134,9 @@ class XmlReader:
         self._state = self._outside
 
     def take(self, piece: str) -> int | None:
-        """See `Reader`."""
         return self._state(piece)
 
     def calls(self, tools: Tools) -> tuple[ToolCall, ...]:
-        """See `Reader`."""
         if self._state != self._outside or not self._calls:
             raise NoCall
         return tuple(tools.call(name, arguments) for name, arguments in self._calls)
@@ -245,7 +241,6 @@ class GemmaReader:
         self._is_quoted = False
 
     def take(self, piece: str) -> int | None:
-        """See `Reader`."""
         if piece == self.OPENING and not self._pieces:
             self._pieces.append([])
         elif piece == self.QUOTE:
@@ -258,7 +253,6 @@ class GemmaReader:
         return None
 
     def calls(self, tools: Tools) -> tuple[ToolCall, ...]:
-        """See `Reader`."""
         texts = ["".join(pieces) for pieces in self._pieces]
         head = self._HEAD.match(texts[0])
         if head is None or self._is_quoted:

@@ -68,7 +68,6 @@ class Guard(grpc.aio.ServerInterceptor):
         self._tokens, self._limits, self._on_refused = tokens, limits, on_refused
 
     async def intercept_service(self, continuation: Callable, details: grpc.HandlerCallDetails):
-        """See grpc.aio.ServerInterceptor."""
         handler = await continuation(details)
         if handler is None:
             return handler

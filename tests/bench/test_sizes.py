@@ -48,7 +48,10 @@ def test_a_window_bounds_the_cache():
 
 
 @pytest.mark.slow
-def test_the_documented_table_is_the_one_the_command_prints(capsys):
+def test_the_documented_rows_are_among_those_the_command_prints(capsys):
     assert main(["sizes"]) == 0
-    table = capsys.readouterr().out.strip()
-    assert table in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    printed = capsys.readouterr().out.splitlines()
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = page.partition("| model | parameters")[2].splitlines()[2:]
+    assert rows
+    assert set(rows) <= set(printed)

@@ -14,9 +14,9 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
+from serving.http import field_table
 from serving.http.chat import ChatFields
 from serving.http.completions import CompletionFields
-from serving.http.field_table import filled
 from serving.http.fields import Fields, Ignored, Reading, Refused, declarations
 from serving.http.ignored_fields import IgnoredFields
 from serving.http.messages_fields import Block, MessagesFields, TextBlock, Tool
@@ -91,8 +91,8 @@ def test_every_field_of_the_clients_types_is_declared(fields: type[Fields], para
 
 
 def test_the_page_has_the_declared_fields():
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    assert filled(page) == page, "python -m serving.http.field_table docs/serving.md"
+    page = (ROOT / "docs" / "fields.md").read_text(encoding="utf-8")
+    assert field_table.page() == page, "python -m serving.http.field_table docs/fields.md"
 
 
 def take(path: str, **body) -> Reading:

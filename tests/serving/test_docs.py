@@ -114,8 +114,8 @@ def test_the_metrics_are_those_of_the_server(server, kind):
         for name in re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
         if not name.endswith("_created")
     }
-    table = TEXT[TEXT.index("| metric | what |") : TEXT.index("AL over the last five minutes")]
-    named = set(re.findall(r"`((?:vllm|peagle):\w+)`", table))
+    part = TEXT[TEXT.index("**Metrics**") : TEXT.index("AL over the last five minutes")]
+    named = set(re.findall(r"`((?:vllm|peagle):\w+)`", part))
     assert (named - exported if kind == "named and not there" else exported - named) == set()
 
 
