@@ -36,12 +36,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Completion": "engine.completion",
+    "Completion": "engine.host.completion",
     "Engine": "engine.engine",
     "SamplingParams": "sampling_params",
-    "load": "loading",
-    "prefill": "step",
-    "speculative_step": "step",
+    "load": "cli.loading",
+    "prefill": "method.step",
+    "speculative_step": "method.step",
 }
 
 

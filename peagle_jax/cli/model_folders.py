@@ -8,7 +8,7 @@ from peagle_jax.engine.device.sizes import check_sizes
 from peagle_jax.method.own_drafters import is_own
 from peagle_jax.parallel.shares import check_shares
 
-ASSETS = Path(__file__).parent / "assets"
+ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def embedded(name: str) -> Path:
