@@ -7,7 +7,6 @@ deviceless commands compile for.
 
 import functools
 import itertools
-import math
 import re
 import tomllib
 from collections.abc import Callable, Sequence
@@ -15,15 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import jax
-
-from bench.presets import preset
-from bench.random_weights import random_head
-from bench.roofline import Chip, Load, round_seconds
-from bench.sizes import USABLE, count
 from pallas_kernels.device import B200, CPU, H200, L4, RTX5090, TPU7X, V5E, V6E, Device
-from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.models.cache import init_cache
+from peagle_jax.config import ConfigError
 
 Check = Literal["measured", "compiled", "interpreted", "reference", "refused"]
 
@@ -103,29 +95,6 @@ KERNELS: dict[str, dict[str, str]] = {
 """Part -> platform -> its kernels; references everywhere else."""
 
 
-@dataclass(frozen=True)
-class Memory:
-    """A device by its data sheet: bytes of memory, and `roofline.Chip`."""
-
-    num_bytes: float
-    chip: Chip
-
-
-TPUS = {
-    "v5e": Memory(16 * 2**30, Chip(819e9, {"bfloat16": 197e12})),
-    "v6e": Memory(32 * 2**30, Chip(1640e9, {"bfloat16": 918e12})),
-    "7x, one of two devices": Memory(96 * 2**30, Chip(3690e9, {"bfloat16": 1153e12})),
-}
-BLACKWELL = Chip(8e12, {"bfloat16": 2.25e15})
-"""A B200 by its data sheet: 8 TB/s, dense bfloat16."""
-LARGE_MODELS = (
-    "qwen3-coder-30b-a3b-fp8", "gpt-oss-20b", "gpt-oss-120b", "gemma-4-31b-fp8", "llama-3.1-8b-fp8", "llama-3.1-8b",
-)  # fmt: skip
-CONCURRENCY = (1, 8, 32, 128)
-MODELS = ("qwen3-0.6b", "llama-3.1-8b", "qwen3-coder-30b-a3b-fp8", "gpt-oss-20b")
-SEQUENCES, TOKENS, DRAFTS = 8, 2048, 7
-
-
 def checked() -> str:
     """Markdown: how each part was checked; neighbours with the same words share a line."""
     words = lambda item: [shown.word for shown in item[1].values()]
@@ -161,68 +130,10 @@ def words() -> str:
     return _markdown(["word", "meaning"], [[word, meaning] for word, meaning in WORDS.items()])
 
 
-def needs(name: str) -> float:
-    """Bytes of a preset with its P-EAGLE head, and of the caches of all sequences."""
-    chosen = preset(name)
-    head = chosen.head("peagle")
-    config = EngineConfig(
-        num_draft=DRAFTS, max_num_seqs=SEQUENCES, max_model_len=TOKENS, dtype="bfloat16"
-    )
-    layers = [
-        model.attention(i) for model in (chosen.target, head) for i in range(model.num_layers)
-    ]
-    shapes = jax.eval_shape(
-        lambda: (random_head(head, dtype="bfloat16"), init_cache(layers, config))
-    )
-    others = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
-    return count(chosen.target).num_bytes(chosen.format) + others
-
-
-def held() -> str:
-    """Markdown: what fits into a TPU, and the projected floor of a round where it does."""
-    lines = []
-    for name in MODELS:
-        chosen, size = preset(name), needs(name)
-        load = Load(
-            batch=SEQUENCES, context=TOKENS / 2, num_draft=DRAFTS, accepted=2.0,
-            dtype="bfloat16", weights=chosen.weights,
-        )  # fmt: skip
-        cells = [name, f"{size / 1e9:.1f}"]
-        for one in TPUS.values():
-            fits = size <= USABLE * one.num_bytes
-            floor = round_seconds(chosen.target, chosen.head("peagle"), load, one.chip)
-            cells.append(f"{1000 * floor:.1f}" if fits else "does not fit")
-        lines.append(cells)
-    return _markdown(["model", "GB", *(f"{name}, ms" for name in TPUS)], lines)
-
-
-def floors() -> str:
-    """Markdown: projected floors on a B200 of plain decoding and P-EAGLE, by model and concurrency."""
-    lines = []
-    for name, drafts, activations in itertools.product(
-        LARGE_MODELS, (0, DRAFTS), ("bf16", "mxfp8")
-    ):
-        chosen = preset(name)
-        if activations == "bf16" or chosen.weights in ("fp8", "mxfp4"):
-            head = chosen.head("peagle") if drafts else None
-            method = f"P-EAGLE K={drafts}" if drafts else "plain"
-            cells = [name, method, activations]
-            for batch in CONCURRENCY:
-                load = Load(
-                    batch=batch, context=768, num_draft=drafts, accepted=2.1 if drafts else 0.0,
-                    dtype="bfloat16", weights=chosen.weights, activations=activations,
-                )  # fmt: skip
-                cells.append(f"{1000 * round_seconds(chosen.target, head, load, BLACKWELL):.2f}")
-            lines.append(cells)
-    return _markdown(["model", "method", "activations", *map(str, CONCURRENCY)], lines)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "checked": checked,
     "selected": selected,
     "words": words,
-    "held": held,
-    "floors": floors,
 }
 
 

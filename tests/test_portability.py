@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -335,10 +334,3 @@ def test_without_the_tests_of_the_repository_the_command_says_so(tmp_path, monke
     assert bench_main(["matrix"]) == 2
     assert "in a clone of the repository" in capsys.readouterr().err
     evidence.cache_clear()
-
-
-def test_a_model_that_does_not_fit_has_no_floor(monkeypatch):
-    small = {"small": SimpleNamespace(num_bytes=1e9, chip=portability.TPUS["v5e"].chip)}
-    monkeypatch.setattr(portability, "TPUS", small)
-    monkeypatch.setattr(portability, "MODELS", ("qwen3-0.6b",))
-    assert portability.held().endswith("| qwen3-0.6b | 4.1 | does not fit |")
