@@ -1,4 +1,4 @@
-"""`peagle-bench kernels --ladder`: the steps of docs/ladder.md, each beside its reference and its prediction.
+"""`peagle-bench kernels --ladder`: the steps of lab/ladder.md, each beside its reference and its prediction.
 
 A step runs in a process of its own with a time limit for each of its rows. A kernel that crashes, hangs or
 breaks the device's context so costs the rest of its own step only; a row then says what happened.

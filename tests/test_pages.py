@@ -1,4 +1,4 @@
-"""README.md and docs/: tables and plots are those of the stored rows, links lead somewhere, commands parse."""
+"""README.md, docs/ and lab/: tables and plots are those of the stored rows, links lead somewhere, commands parse."""
 
 import re
 import shlex
@@ -18,6 +18,7 @@ README = ROOT / "README.md"
 PAGES = [
     README,
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "lab").glob("*.md")),
     ROOT / "peagle_jax" / "assets" / "README.md",
 ]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -27,7 +28,7 @@ MEASURED = re.compile(
     r"\d ?(ms|us|µs|seconds|minutes|%|tokens/s|tokens per second|tokens per round|[KMG]i?B/s|TB/s)(?!\w)"
     r"|\d (s|min)(?=[,.;:) ])|\d times (faster|slower|plain)|\d\.\d+x"
 )
-COMMIT = re.compile(r"\bcommit [0-9a-f]{7,12}\b", re.IGNORECASE)
+COMMIT = re.compile(r"\bcommits?\s[0-9a-f]{7,12}\b", re.IGNORECASE)
 PARSERS = {
     "peagle-bench": bench_parser,
     "peagle-convert": convert_parser,
@@ -37,9 +38,15 @@ PARSERS = {
 WITHOUT_MEASUREMENTS = ("README.md", "docs/results.md", "docs/decode-step.md")
 """Pages whose measurements all stand in generated blocks, with their commits."""
 WITH_MEASUREMENTS = (
-    "docs/algorithm.md", "docs/architecture.md", "docs/conversion.md", "docs/kernels.md", "docs/log.md", "docs/portability.md", "docs/training.md",
+    "docs/algorithm.md",
+    "docs/architecture.md",
+    "docs/conversion.md",
+    "docs/kernels.md",
+    "docs/portability.md",
+    "docs/training.md",
+    "lab/log.md",
     "peagle_jax/assets/README.md",
-)  # fmt: skip
+)
 """Other pages with measurements. On the rest most times and sizes are limits, rules or calculations."""
 
 

@@ -1,4 +1,4 @@
-"""Workloads of the ladder (docs/ladder.md), for compile tests and
+"""Workloads of the ladder (lab/ladder.md), for compile tests and
 `peagle-bench kernels --ladder`."""
 
 import functools

@@ -285,7 +285,7 @@ class Detokenizer:
 
     Buffers up to three bytes of an incomplete character. Invalid bytes become U+FFFD at once. The
     concatenated pieces equal `Tokenizer.decode` of all tokens, independent of how they are split.
-    `tokenizers.DecodeStream` emits other text for invalid bytes; docs/log.md has the comparison.
+    `tokenizers.DecodeStream` emits other text for invalid bytes; lab/log.md has the comparison.
 
     Args:
       shown: ids of special tokens that are part of the text, as their spelling.

@@ -1,4 +1,4 @@
-"""`peagle-bench kernels --ladder`: predictions, rows of steps that fail, and the table of docs/ladder.md."""
+"""`peagle-bench kernels --ladder`: predictions, rows of steps that fail, and the table of lab/ladder.md."""
 
 import json
 import os
