@@ -41,9 +41,6 @@ PAGES = tuple(
         "README.md",
         "docs/results.md",
         "docs/decode-step.md",
-        "lab/host.md",
-        "lab/ladder.md",
-        "docs/parallel.md",
         "docs/training.md",
         "peagle_jax/assets/README.md",
     )

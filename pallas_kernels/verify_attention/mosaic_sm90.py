@@ -28,7 +28,7 @@ from pallas_kernels.verify_attention.mosaic_tiles import load_queries
 from pallas_kernels.verify_attention.mosaic_warpgroups import walk_kernel
 
 TILE = Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA, row_groups=2)
-# From here on two row tiles that share key blocks are faster (docs/kernels.md): queries of a
+# From here on two row tiles that share key blocks are faster (lab/kernels.md): queries of a
 # sequence, and positions.
 _SHARED_ROWS, _SHARED_KEYS = 512, 1024
 _SCORE_COLUMNS = 128  # head-dim columns of q and k in one unrolled group of wgmmas

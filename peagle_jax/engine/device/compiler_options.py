@@ -8,7 +8,7 @@ def compiler_options() -> dict[str, bool | str]:
 
     Collectives are launched between CUDA graphs, which is XLA's default. XLA can capture them, but
     runs such a program without its graph the first time, and that run computes wrong numbers
-    (lab/log.md, 2026-11-26).
+    (lab/log.md, "Several GPUs").
     """
     if dispatch.platform() != "cuda":
         return {}
