@@ -1,4 +1,4 @@
-"""Tables of lab/host.md: what the host does for a round, and P-EAGLE beside EAGLE-3."""
+"""Tables of docs/host.md: what the host does for a round, and P-EAGLE beside EAGLE-3."""
 
 import statistics
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Tables of the ladder: what `peagle-bench kernels --ladder` prints, and the one of lab/ladder.md."""
+"""Tables of the ladder: what `peagle-bench kernels --ladder` prints, and the one of docs/ladder.md."""
 
 from collections.abc import Sequence
 
@@ -45,7 +45,7 @@ def _measured(row: dict) -> str:
 
 
 def table(some: Sequence[dict]) -> str:
-    """Markdown for lab/ladder.md: all specs, with their predictions, for each device that has rows."""
+    """Markdown for docs/ladder.md: all specs, with their predictions, for each device that has rows."""
     parts = []
     for device in dict.fromkeys(row["device"] for row in some) or [None]:
         own = {row["spec"]: row for row in some if row["device"] == device}

@@ -1,4 +1,4 @@
-"""Tables for models on several GPUs: times of rounds, host times, and compared texts."""
+"""Tables of docs/parallel.md for models on several GPUs: times of rounds, host times, and compared texts."""
 
 from collections.abc import Callable, Sequence
 

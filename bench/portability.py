@@ -21,8 +21,7 @@ Check = Literal["measured", "compiled", "interpreted", "reference", "refused"]
 
 WORDS: dict[Check, str] = {
     "measured": "it runs there, and bench/results has times",
-    "compiled": "its kernel, or the program of a whole round, is compiled for the chip on a machine "
-    "without one; it has never run there",
+    "compiled": "its kernel, or a whole round, is compiled on a machine without the chip; never run there",
     "interpreted": "an interpreter runs the kernel in tests",
     "reference": "it has no kernel: XLA compiles the jnp reference",
     "refused": "it is an error that names the device and the reason",
@@ -76,8 +75,8 @@ class Platform:
 PLATFORMS = {
     "CPU": Platform(CPU, measured_as=("cpu",)),
     "Hopper (H200)": Platform(H200, "h200", ("NVIDIA H200", "NVIDIA H100 80GB HBM3")),
-    "Blackwell, data centre (B200)": Platform(B200, "b200"),
-    "Blackwell, RTX (RTX 5090)": Platform(RTX5090, "rtx5090"),
+    "Blackwell (B200)": Platform(B200, "b200"),
+    "Blackwell (RTX 5090)": Platform(RTX5090, "rtx5090"),
     "Ada (L4)": Platform(L4, "l4"),
     "TPU v5e": Platform(V5E, "v5e"),
     "TPU v6e": Platform(V6E, "v6e"),

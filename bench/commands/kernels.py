@@ -26,7 +26,7 @@ class Options(RowOptions):
         "processes that compile side by side; each takes 2 to 4 GB of memory of the host. One spec is measured at a time",
         default=1, type=positive, metavar="N",
     )  # fmt: skip
-    ladder: bool = option("time the steps of lab/ladder.md instead", default=False)
+    ladder: bool = option("time the steps of docs/ladder.md instead", default=False)
     out: Path = rows_file("kernels.jsonl")
 
 
@@ -81,7 +81,7 @@ Times every operation of pallas_kernels on the shapes of real models (its specs)
 device memory and not from the L2 cache, and compares results with the jnp reference, compiled by XLA. Needs a
 Hopper or Blackwell GPU.
 
---ladder times the steps of lab/ladder.md, each beside its prediction, and needs a Hopper GPU. Exit code 1
+--ladder times the steps of docs/ladder.md, each beside its prediction, and needs a Hopper GPU. Exit code 1
 if a step fails or is wrong.
 """,
     options=Options,
