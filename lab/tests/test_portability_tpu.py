@@ -21,7 +21,7 @@ CHIPS = tuple(deviceless_tpu.CHIPS)
 PROGRAMS = dict.fromkeys(CHIPS, ("round", "prefill", "experts"))
 # Not prefill: that of GPT-OSS is compiled for this chip, in another test.
 PROGRAMS["v6e"] = ("round", "experts")
-SIZES = ("--preset=qwen3-0.6b", "--layers=2", "-k=3", "--max-model-len=2048")
+SIZES = ("--preset=qwen3-0.6b", "--layers=2", "--k=3", "--max-model-len=2048")
 _ROOT = Path(__file__).parents[2]
 _MIB = 2**20
 
@@ -76,7 +76,7 @@ def test_weights_lie_as_the_round_and_the_prefill_want_them(chip, tmp_path):
     """One layer of GPT-OSS-20B. In default layouts a round copies both embeddings, 1.2 GB each."""
     if lacking := deviceless_tpu.missing():
         pytest.skip(lacking)
-    sizes = ("--preset=gpt-oss-20b", "--layers=1", "-k=3", "--concurrency=8")
+    sizes = ("--preset=gpt-oss-20b", "--layers=1", "--k=3", "--concurrency=8")
     made = run(chip, tmp_path, *sizes, "--max-model-len=2048")
     assert made.keys() == {"round", "prefill"}
     for one in made.values():
