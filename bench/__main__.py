@@ -1,44 +1,42 @@
-"""`peagle-bench`: measurements, and the tables and plots of their rows."""
+"""`peagle-bench`: measurements, and the tables and the plot of their rows."""
 
-import logging
-import os
-import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
-from bench.command import RowFileOptions
-from bench.commands import COMMANDS, parser
-from peagle_jax.config import ConfigError
+from bench.command import Program
 
+PROGRAM = Program(
+    name="peagle-bench",
+    package="bench",
+    about="""\
+Measures speed, acceptance and correctness. Every measurement appends a row (a JSON line with
+device, versions, commit and command) to a file in bench/results; `report` draws tables from them.
 
-def check_out(out: Path) -> None:
-    """Raises ConfigError if rows cannot be written to `out`: before anything is measured."""
-    existing = next(one for one in (out, *out.absolute().parents) if one.exists())
-    is_in_place = existing.is_file() if existing == out else existing.is_dir()
-    if not is_in_place or not os.access(existing, os.W_OK):
-        raise ConfigError(f"--out {out}: cannot be written")
+A round is one pass of the target, which checks the drafts, and one draft of the head. K is the
+number of drafts per round, AL (acceptance length) the number of tokens per round, concurrency the
+number of requests at once. The floor is the least time of a round: its bytes over the memory's
+bandwidth, or its operations over the peak. docs/algorithm.md has a glossary. A first try, on a CPU:
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    if argv is None:  # the end by `timeout` too keeps rows and ends servers, as an interrupt does
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    values = vars(parser().parse_args(argv))
-    command = COMMANDS[values["command"]]
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    try:
-        options = command.options.of(values)
-        options.check()
-        if isinstance(options, RowFileOptions):
-            check_out(options.out)
-        return command.run(options)
-    except ConfigError as error:
-        print("peagle-bench: error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the rows so far are kept", file=sys.stderr)
-        return 130
+  peagle-bench acceptance --sets HumanEval --num-prompts 4 -K 7 --max-tokens 64 --out rows.jsonl
+""",
+    commands={
+        "acceptance": "acceptance length and rate per drafted position, by head, K and prompt set",
+        "throughput": "tokens per second of plain decoding, EAGLE-3 and P-EAGLE",
+        "decode-step": "rounds of full-size models with random weights, and their floor",
+        "kernels": "each GPU kernel beside its XLA reference: time, bandwidth, error",
+        "lossless": "greedy output with and without speculation, compared token by token",
+        "serve-load": "load on a server: latencies, gaps, statuses; a preset beside its engine",
+        "report": "redraws the tables and the plot of README.md and docs/ from the rows",
+    },
+    removed=dict.fromkeys(("batch", "hostile", "humaneval", "matrix"), "`python -m lab` has it")
+    | dict.fromkeys(
+        (
+            *("ablations", "choose-k", "conversion", "headroom", "load-times", "prefix-cache"),
+            *("prompt-ends", "reliability", "replicas", "sizes", "structured", "train-step"),
+        ),
+        "its question is answered; lab/log.md has the results",
+    ),
+)
+main = PROGRAM.main
 
 
 if __name__ == "__main__":

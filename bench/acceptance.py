@@ -1,17 +1,39 @@
-"""`peagle-bench acceptance`: acceptance length and per-position rates of each head, K and prompt set."""
+"""`peagle-bench acceptance`: acceptance length and per-position rates, by head, K and prompt
+set."""
+
+from dataclasses import dataclass
+from pathlib import Path
 
 from tqdm import tqdm
 
 from bench import rows
-from bench.commands.acceptance import Options
-from bench.sweep import Models, check_rounds, engines, prompt_set, sampling
+from bench.command import METHODS, RESULTS, Command, SweepOptions, exit_code, methods
+from bench.models import Models
+from bench.report import show
+from bench.sweep import check_rounds, engines, prompt_set, runnable, sampling
 from bench.timing import drive
 from peagle_jax.config import EngineConfig
 
 
-def acceptance(options: Options, environment: dict) -> list[dict]:
-    """Measures, appends a row each to `options.out`, and returns the rows."""
-    models = Models.load(options)
+@dataclass(frozen=True, kw_only=True)
+class Options(SweepOptions):
+    """Args:
+    sets: prompts: HumanEval, MT-Bench, or NAME=FILE (JSON lines, a text file, a folder of *.py)
+    num_prompts: prompts per set; all without it
+    concurrency: requests at once
+    """
+
+    methods: tuple[str, ...] = methods(METHODS[1:])
+    sets: tuple[str, ...] = ("HumanEval", "MT-Bench")
+    num_prompts: int | None = None
+    concurrency: int = 8
+    out: Path = RESULTS / "acceptance.jsonl"
+
+
+def run(options: Options) -> int:
+    """Measures, a row each, and prints them."""
+    environment = options.environment()
+    models, params = Models.load(options), sampling(options)
     sets = [
         prompt_set(
             spec,
@@ -22,16 +44,14 @@ def acceptance(options: Options, environment: dict) -> list[dict]:
         )
         for spec in options.sets
     ]
-    params = sampling(options)
     concurrency = min(options.concurrency, max(len(prompts) for _, prompts in sets))
-    sizes = dict(max_num_seqs=concurrency, max_model_len=options.max_model_len)
-    config = EngineConfig(**sizes, **options.drafting())
-    chosen = [(name, *models.runnable(name, prompts, params, config)) for name, prompts in sets]
+    config = EngineConfig(
+        max_num_seqs=concurrency, max_model_len=options.max_model_len, **options.drafting()
+    )
+    chosen = [(name, *runnable(models, name, prompts, params, config)) for name, prompts in sets]
+    total = sum(len(prompts) for _, prompts, _ in chosen) * len(models.variants(options))
     done = []
-    num_prompts = sum(len(prompts) for _, prompts, _ in chosen)
-    with tqdm(
-        total=num_prompts * len(models.variants(options)), unit="prompt", disable=None
-    ) as bar:
+    with tqdm(total=total, unit="prompt", disable=None) as bar:
         for method, num_draft, engine in engines(models, options, config):
             for name, prompts, left_out in chosen:
                 bar.set_description(f"{method} K={num_draft} {name}")
@@ -50,4 +70,18 @@ def acceptance(options: Options, environment: dict) -> list[dict]:
                 check_rounds(row)
                 done.append(rows.rounded(row))
                 rows.append(options.out, done[-1])
-    return done
+    show("sweep", done, options.out)
+    return exit_code(sum(row["prompts_left_out"] for row in done))
+
+
+COMMAND = Command(
+    examples=("acceptance --sets HumanEval --num-prompts 20 -K 3,7",),
+    description="""
+Decodes prompt sets with each head and each K (drafts per round). A row has the acceptance length
+(AL, tokens per round) and, for each drafted position, the share of rounds in which the draft became
+output. Acceptance depends on the text, not on the device, so a CPU is enough.
+""",
+    options=Options,
+    run=run,
+    removed={"--ngram": "drafts that are copied from the text did not pay; leave it out"},
+)

@@ -1,20 +1,26 @@
-"""Cells of `peagle-bench decode-step`: methods, numbers of drafts, and rules of acceptance."""
+"""Cells of a measurement: their engines, and programs that compile side by side (`--jobs`).
 
-import itertools
-from collections.abc import Sequence
+Child processes make engines of shapes, without weights or caches; this process makes none, which
+would take memory of the device. The measuring process loads the programs later.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from bench import rows
-from bench.command import METHODS, check_num_drafts
-from bench.commands.decode_step import Options
-from bench.synthetic import accepted_by_text, drawn_acceptance, synthetic_acceptance
-from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.draft_schedule import adaptive_of
-from peagle_jax.method.step import AcceptRule
-from peagle_jax.method.verify import verify
+from tqdm import tqdm
 
-_DEFAULT_K = 7
+from peagle_jax.cli import runs
+from peagle_jax.config import EngineConfig
+from peagle_jax.engine.device.compilation import Progress, compile_missing
+from peagle_jax.engine.device.device_calls import Key, spelled
+from peagle_jax.engine.engine import Engine
+
+_LOG_SECONDS = 5.0
+"""Seconds between two states of a bar in a log."""
 
 
 class Variant(NamedTuple):
@@ -24,110 +30,102 @@ class Variant(NamedTuple):
     num_draft: int  # most drafts per round
     adaptive: str = "off"  # what the engine chooses, as in `EngineConfig`
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         chosen = "" if self.adaptive == "off" else f" by {self.adaptive}"
         return f"{self.method} K={self.num_draft}{chosen}"
 
-    def __str__(self) -> str:
-        return self.name
+
+PLAIN = Variant("none", 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CellsConfig(EngineConfig):
+def cells_config(concurrencies: Sequence[int], **sizes: Any) -> EngineConfig:
     """Engine sizes with one batch bucket per measured concurrency; prompts are computed anew."""
+    return EngineConfig(
+        batch_sizes=tuple(sorted(concurrencies)), **{"prefix_caching": False} | sizes
+    )
 
-    concurrencies: tuple[int, ...]
-    prefix_caching: bool = False
+
+def progress_bar(**options) -> tqdm:
+    """A bar of tqdm with its `options`. In a log it is written less often than in a terminal."""
+    seconds = 0.1 if sys.stderr.isatty() else _LOG_SECONDS
+    return tqdm(mininterval=seconds, miniters=1, **options)
+
+
+def warm_up(engine: Engine, title: str, *, only_greedy: bool) -> None:
+    """`Engine.warm_up` with a bar of the programs; `only_greedy`: those that greedy requests
+    need."""
+    total = engine.num_programs
+    if only_greedy:
+        total -= len(engine.programs.round_keys) - len(engine.programs.greedy_keys)
+    runs.compile_missing(engine, only_greedy=only_greedy)
+    with progress_bar(desc=f"{title}: compiling", total=total, unit="program", leave=False) as bar:
+        engine.warm_up(bar.update, only_greedy=only_greedy)
+
+
+@dataclass(frozen=True)
+class Work:
+    """An engine whose programs are to compile; a `compilation.Maker`.
+
+    Args:
+      make: a function at the top level of a module, so that it can be pickled: (options, *cell) ->
+        an engine of shapes.
+      options: those of its command.
+      cell: arguments of `make` behind the options. Messages contain `str` of each.
+      only_greedy: whether all requests are greedy.
+    """
+
+    make: Callable[..., Engine]
+    options: Any
+    cell: tuple
     only_greedy: bool = False
-    """Whether all requests are greedy; other rounds are then not compiled."""
 
-    @property
-    def batch_buckets(self) -> tuple[int, ...]:
-        return tuple(sorted(self.concurrencies))
-
-
-def texts_of(options: Options, num_draft: int) -> list[list[int]] | None:
-    """Accepted drafts of each round, by text, from which acceptance is drawn; None: it is not."""
-    if options.synthetic_acceptance_rows is None:
-        return None
-    measured = rows.read([options.synthetic_acceptance_rows])
-    return accepted_by_text(measured, num_draft, options.synthetic_acceptance_set)
+    def __call__(self) -> tuple[Any, Any, Sequence[Key]]:
+        engine = self.make(self.options, *self.cell)
+        programs = engine.programs
+        rounds = programs.greedy_keys if self.only_greedy else programs.round_keys
+        keys = (*programs.full_prefills, *programs.small_prefills, *rounds, *programs.copies)
+        return programs, engine._state, keys
 
 
-def accept_rule(options: Options, num_draft: int) -> AcceptRule:
-    """The acceptance rule of the options.
+def compile_all(
+    work: Sequence[Work],
+    jobs: int,
+    say: Callable[[str], None],
+    *,
+    seconds: float | None = None,
+    on_ready: Callable[[int], object] = lambda index: None,
+) -> None:
+    """Compiles what some engines need and what is not on disk yet, in `jobs` processes, in the
+    order of `work`.
 
-    Raises:
-      ConfigError: no rule over `num_draft` drafts can be as asked.
+    The measuring process compiles or reports what these processes could not compile.
+
+    Args:
+      say: prints a line.
+      seconds: after which the rest is left; None: no limit.
+      on_ready: called with the index of an engine once all its programs are on disk, or cannot be.
     """
-    if (texts := texts_of(options, num_draft)) is not None:
-        return drawn_acceptance(texts, num_draft)
-    if options.synthetic_acceptance_length is not None:
-        return synthetic_acceptance(options.synthetic_acceptance_length, num_draft)
-    return verify
+    runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+    start, last = time.monotonic(), Progress(0, 0, 0.0)
+    with progress_bar(unit="program") as bar:
 
+        def report(progress: Progress) -> None:
+            nonlocal last
+            last, bar.total = progress, progress.total
+            bar.update(progress.done - bar.n)
 
-def variants(options: Options) -> list[Variant]:
-    """The variants to measure, plain decoding first.
-
-    Raises:
-      ConfigError: K or an acceptance length without a drafter, or one that the other excludes.
-    """
-    if options.variants:
-        return [_variant(text, options) for text in dict.fromkeys(options.variants)]
-    length = options.synthetic_acceptance_length
-    methods = [method for method in dict.fromkeys(options.method) if method != "none"]
-    if not methods:
-        for name, is_given in (
-            ("-K", bool(options.k)),
-            ("--synthetic-acceptance-length", length is not None),
-            ("--synthetic-acceptance-rows", options.synthetic_acceptance_rows is not None),
-            ("--adaptive", set(options.adaptive) != {"off"}),
-        ):
-            if is_given:
-                raise ConfigError(f"{name} needs a method that drafts: --method eagle3 or peagle")
-    drafts = sorted(set(options.k or [_DEFAULT_K]))
-    drafting = []
-    for method, k in itertools.product(methods, drafts):
-        accept_rule(options, k)
-        drafting += [Variant(method, k, adaptive) for adaptive in options.adaptive]
-    return ([Variant("none", 0)] if "none" in options.method else []) + drafting
-
-
-def _variant(text: str, options: Options) -> Variant:
-    """A variant as it is written, `peagle:7:load`.
-
-    Raises:
-      ConfigError: there is none such.
-    """
-    method, _, rest = text.partition(":")
-    drafts, _, adaptive = rest.partition(":")
-    if text == "none":
-        return Variant("none", 0)
-    is_known = method in METHODS and method != "none"
-    if not is_known or not drafts.isdecimal() or not int(drafts):
-        raise ConfigError(f"--variants {text}: must be none, METHOD:K or METHOD:K:ADAPTIVE")
-    check_num_drafts((int(drafts),))
-    accept_rule(options, int(drafts))
-    try:
-        return Variant(method, int(drafts), adaptive_of(adaptive or "off"))
-    except ConfigError as error:
-        raise ConfigError(f"--variants {text}: {error.rule}") from error
-
-
-def most_drafts(options: Options, variant: Variant) -> int:
-    """J, the most drafts per round, of the variant's engine.
-
-    A variant with a fixed K gets the J of a variant of its method that chooses K, so that both have equal
-    programs, which compile once.
-    """
-    if variant.adaptive != "off":
-        return variant.num_draft
-    beside = [v for v in variants(options) if v.method == variant.method and v.adaptive != "off"]
-    return max([variant.num_draft, *(other.num_draft for other in beside)])
-
-
-def methods_of(chosen: Sequence[Variant]) -> list[str]:
-    """The methods of variants, each once."""
-    return list(dict.fromkeys(variant.method for variant in chosen))
+        failed = compile_missing(
+            work,
+            [None] * len(work),
+            jobs=jobs,
+            must_end=lambda: seconds is not None and time.monotonic() - start > seconds,
+            report=report,
+            on_ready=on_ready,
+        )
+    for (index, key), failure in failed.items():
+        engine = " at ".join(map(str, work[index].cell))
+        say(f"not compiled beforehand: {engine}: {spelled(key)}: {failure.reason}")
+    if left := last.total - last.done:
+        say(f"{left} programs are left, which compile one after another")
+    done = last.done - sum(key is not None for _, key in failed)
+    say(f"{done} programs compiled by {jobs} processes in {time.monotonic() - start:.0f} s")

@@ -1,24 +1,36 @@
-"""A command of `peagle-bench`: its parts, and its options as a dataclass.
+"""A command of a program: its parts, and its options as a dataclass.
 
-A field of an options class states the flag, type, default and help of one option:
+A field of an options class is an option. Its type says how it is read, the docstring what it means:
 
     @dataclass(frozen=True, kw_only=True)
     class Options(RowOptions):
-        num_prompts: int | None = option("per set", default=None, type=positive, metavar="N")
+        \"""Args:
+          num_prompts: prompts per set
+        \"""
 
-gives `--num-prompts N`. Nothing here imports jax, so mistakes and `--help` are shown at once.
+        num_prompts: int = 4
+
+gives `--num-prompts N`, a positive number. `option` is for what a type does not say. Nothing here
+imports jax.
 """
 
 import argparse
 import dataclasses
+import importlib
+import inspect
+import logging
 import os
+import re
+import signal
+import sys
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
-from peagle_jax.cli.command_line import positive
+from peagle_jax.cli.command_line import Parser, positive
 from peagle_jax.cli.model_folders import check_folders
 from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig
 from peagle_jax.draft_schedule import adaptive_of
@@ -27,8 +39,9 @@ from peagle_jax.models.presets import PRESETS
 RESULTS = Path(__file__).parent / "results"
 PRESET_SUFFIX = "-fp8"  # suffix of presets with fp8 linear layers
 METHODS = ("none", "eagle3", "peagle")
-_GROUPS = ("model", "rows")
-"""Titles of options in `--help`, after the options without a title."""
+_SHORT = {"k": "-K"}
+_ENTRY = re.compile(r"^ {0,2}(\w+): (.*(?:\n {2,}(?!\w+: )\S.*)*)", re.MULTILINE)
+"""An option in the docstring of its class."""
 
 
 def list_of_positive(text: str) -> tuple[int, ...]:
@@ -36,12 +49,28 @@ def list_of_positive(text: str) -> tuple[int, ...]:
     return tuple(sorted({positive(item) for item in text.split(",")}))
 
 
+def list_of_methods(text: str) -> tuple[str, ...]:
+    """Names of methods with commas between them."""
+    names = text.split(",")
+    if unknown := sorted(set(names) - set(METHODS)):
+        raise argparse.ArgumentTypeError(f"unknown method {unknown[0]!r}")
+    return tuple(names)
+
+
+def list_of_adaptive(text: str) -> tuple[str, ...]:
+    """What an engine chooses, with commas between."""
+    try:
+        return tuple(dict.fromkeys(map(adaptive_of, text.split(","))))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.rule) from error
+
+
 class _Joined(argparse.Action):
     """Values of a list that was typed with commas, spaces or both between them."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         joined = [value for some in values for value in some]
-        if self.type is not list_of_methods:
+        if self.type is list_of_positive:
             joined.sort()
         setattr(namespace, self.dest, tuple(dict.fromkeys(joined)))
 
@@ -57,94 +86,90 @@ class _Removed(argparse.Action):
         parser.error(f"{option_string} is removed: {self._reason}")
 
 
-def list_of_methods(text: str) -> tuple[str, ...]:
-    """Names of methods with commas between them."""
-    names = text.split(",")
-    unknown = sorted(set(names) - set(METHODS))
-    if unknown:
-        raise argparse.ArgumentTypeError(f"unknown method {unknown[0]!r}")
-    return tuple(names)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Option:
-    """How the command line shows a field.
-
-    Args:
-      group: title under which `--help` lists it, of `_GROUPS`; "" lists it first.
-      excludes: name of a set of options of which only one may be given.
-    """
-
-    help: str
-    short: str | None
-    positional: bool
-    group: str
-    excludes: str
-    arguments: Mapping[str, Any]
-
-
 def option(
-    help: str, *, default: Any = MISSING, short: str | None = None, positional: bool = False,
-    group: str = "", excludes: str = "", **arguments: Any,
-) -> Any:  # fmt: skip
-    """A field of an options class. Without a default the option is required.
+    default: Any = MISSING, *, positional: bool = False, excludes: str = "", **arguments: Any
+) -> Any:
+    """A field of an options class whose type does not say how it is read.
 
     Args:
-      help: text of `--help`; the default is appended.
-      short: a second, short flag.
       positional: the option has no flag.
-      arguments: further arguments of `argparse.ArgumentParser.add_argument`.
+      excludes: name of a set of options of which only one may be given.
+      arguments: of `argparse.ArgumentParser.add_argument`; they win over those of the type.
     """
-    settings = _Option(
-        help=help, short=short, positional=positional, group=group, excludes=excludes,
-        arguments=arguments,
-    )  # fmt: skip
-    return dataclasses.field(default=default, metadata={"option": settings})
+    own = dict(positional=positional, excludes=excludes, arguments=arguments)
+    return field(default=default, metadata=own)
+
+
+methods = partial(option, type=list_of_methods, action=_Joined, metavar="M,M")
+adaptive = partial(option, ("off",), type=list_of_adaptive, action=_Joined, metavar="A,A")
+repeatable = partial(option, (), action="append", nargs=None)
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
-    """Adds an option for every field of `options` that `option` made."""
-    fields = [field for field in dataclasses.fields(options) if "option" in field.metadata]
-    shown = [(field, field.metadata["option"]) for field in fields]
-    titles = [title for title in _GROUPS if any(one.group == title for _, one in shown)]
-    groups = {"": parser} | {title: parser.add_argument_group(title) for title in titles}
+    """Adds an option for every field of `options`."""
+    hints, texts = typing.get_type_hints(options), _texts(options)
+    groups: dict[str, Any] = {"": parser}
     exclusive: dict[str, Any] = {}
-    for field, one in shown:
-        target = groups[one.group]
-        if one.excludes:
-            if one.excludes not in exclusive:
-                exclusive[one.excludes] = target.add_mutually_exclusive_group()
-            target = exclusive[one.excludes]
-        target.add_argument(*_flags(field.name, one), **_arguments(field, one))
+    for own in dataclasses.fields(options):
+        title = _group(options, own.name)
+        target = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
+        if name := own.metadata.get("excludes"):
+            if name not in exclusive:
+                exclusive[name] = target.add_mutually_exclusive_group()
+            target = exclusive[name]
+        flags = [_SHORT[own.name]] if own.name in _SHORT else []
+        is_positional = own.metadata.get("positional", False)
+        flags.append(own.name if is_positional else "--" + own.name.replace("_", "-"))
+        arguments = _of_type(hints[own.name], own.default) | own.metadata.get("arguments", {})
+        if own.default is MISSING and not is_positional:
+            arguments["required"] = True
+        is_shown = own.default not in (MISSING, None, ()) and not isinstance(own.default, bool)
+        text = texts[own.name].replace("%", "%%")
+        arguments["help"] = f"{text} (default: {_typed(own.default)})" if is_shown else text
+        # argparse appends to its default in place; `Options.of` replaces None by the field's.
+        default = None if own.default is MISSING or own.default == () else own.default
+        if arguments.get("action") != "store_true":
+            arguments["default"] = default
+        target.add_argument(*flags, **arguments)
 
 
-def _flags(name: str, one: _Option) -> list[str]:
-    if one.positional:
-        return [name]
-    return [*([one.short] if one.short else []), "--" + name.replace("_", "-")]
+def _texts(options: type) -> dict[str, str]:
+    """What the docstrings of a class and its bases say of each option."""
+    found: dict[str, str] = {}
+    for one in reversed(options.__mro__):
+        for name, text in _ENTRY.findall(inspect.cleandoc(one.__dict__.get("__doc__") or "")):
+            found[name] = " ".join(text.split())
+    return found
 
 
-def _arguments(field: dataclasses.Field, one: _Option) -> dict[str, Any]:
-    arguments = dict(one.arguments, help=one.help.replace("%", "%%"))
-    if arguments.get("type") in (list_of_positive, list_of_methods):
-        arguments |= dict(nargs="+", action=_Joined)
-    if field.default is MISSING:
-        return arguments | ({} if one.positional else {"required": True})
-    if field.default is False:
-        return arguments | {"action": "store_true"}
-    if field.default is not None and field.default is not True and field.default != ():
-        arguments["help"] += f" (default: {_as_typed(field.default, one)})"
-    # argparse appends to its default in place; `Options.of` replaces None by the field's default.
-    is_list = arguments.get("action") == "append"
-    return arguments | {"default": None if is_list else field.default}
+def _group(options: type, name: str) -> str:
+    """Title in `--help`: that of the class that first declared the option."""
+    declares = lambda one: name in inspect.get_annotations(one)
+    return next(filter(declares, reversed(options.__mro__))).__dict__.get("group", "")
 
 
-def _as_typed(value: Any, one: _Option) -> str:
+def _of_type(hint: Any, default: Any) -> dict[str, Any]:
+    """Arguments of argparse for a type."""
+    is_optional = type(None) in typing.get_args(hint)
+    if is_optional:
+        (hint,) = set(typing.get_args(hint)) - {type(None)}
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    if hint is bool:
+        yes_or_no = is_optional or default is True
+        return {"action": argparse.BooleanOptionalAction if yes_or_no else "store_true"}
+    if hint == tuple[int, ...]:
+        return {"type": list_of_positive, "metavar": "N,N", "nargs": "+", "action": _Joined}
+    if typing.get_origin(hint) is tuple:
+        return {"nargs": "+", "metavar": "X"}
+    metavar = {int: "N", float: "X", Path: "FILE", str: "NAME"}[hint]
+    return {"type": positive if hint is int else hint, "metavar": metavar}
+
+
+def _typed(value: Any) -> str:
     """A default as it would be typed."""
     if isinstance(value, tuple):
-        return (" " if "nargs" in one.arguments else ",").join(
-            _as_typed(item, one) for item in value
-        )
+        return ",".join(map(_typed, value))
     if isinstance(value, Path):
         return os.path.relpath(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -157,34 +182,30 @@ class Options:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         """From values by name. Lists become tuples, None the default; other names are ignored."""
-        names = {field.name for field in dataclasses.fields(cls)} & values.keys()
+        names = {one.name for one in dataclasses.fields(cls)} & values.keys()
         frozen = lambda value: tuple(value) if isinstance(value, list) else value
         return cls(**{name: frozen(values[name]) for name in names if values[name] is not None})
 
     def check(self) -> None:
-        """Finds mistakes before jax is imported.
+        """Finds mistakes before anything runs.
 
         Raises:
           ConfigError: an option is invalid.
         """
 
 
-def rows_file(name: str) -> Any:
-    """The option `--out` with a default in bench/results."""
-    return option(
-        "file to which rows are appended", default=RESULTS / name, group="rows", type=Path,
-        metavar="FILE.jsonl",
-    )  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowFileOptions(Options):
-    """Options of a command that appends rows."""
+    """Options of a command that appends rows.
 
-    out: Path = rows_file("rows.jsonl")
-    sha: str | None = option(
-        "commit to write into rows; PEAGLE_SHA or the checkout's own without it", default=None, group="rows"
-    )  # fmt: skip
+    Args:
+      out: file to which rows are appended
+      sha: commit to write into rows; PEAGLE_SHA or the checkout's own without it
+    """
+
+    group: ClassVar[str] = "rows"
+    out: Path = RESULTS / "rows.jsonl"
+    sha: str | None = None
 
     @property
     def commit(self) -> str | None:
@@ -194,9 +215,14 @@ class RowFileOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions(RowFileOptions):
-    """Options of a command that compiles programs and appends rows."""
+    """Options of a command that compiles programs and appends rows.
 
-    no_cache: bool = option("do not keep compiled programs on disk", default=False, group="rows")
+    Args:
+      no_cache: do not keep compiled programs on disk
+    """
+
+    group: ClassVar[str] = "rows"
+    no_cache: bool = False
 
     def environment(self) -> dict:
         """Fields that all rows of one command share. Also enables the compilation cache."""
@@ -209,110 +235,72 @@ class RowOptions(RowFileOptions):
         return environment
 
 
-def methods_option(default: tuple[str, ...]) -> Any:
-    return option(
-        "methods to run: none (plain decoding), eagle3, peagle", default=default, group="model", type=list_of_methods,
-        metavar="M,M",
-    )  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class CellOptions(RowOptions):
+    """Options of a command that measures engines by method, K and concurrency.
+
+    Args:
+      adaptive: off: K is fixed; load: the engine chooses the drafts of each round; off,load:
+        compares both
+      rounds_per_call: rounds that one call of a greedy batch runs; the engine's choice without it
+      jobs: processes that compile all programs onto disk before the first cell; each takes 2 to
+        4 GB of memory of the host
+    """
+
+    adaptive: tuple[str, ...] = adaptive()
+    rounds_per_call: int | None = None
+    jobs: int = 1
+
+    def check(self) -> None:
+        super().check()
+        check_jobs(self)
 
 
-def k_option(default: tuple[int, ...]) -> Any:
-    return option(
-        "numbers of drafts per round", default=default, short="-K", group="model", type=list_of_positive,
-        metavar="K,K",
-    )  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(RowOptions):
+    """Options of a command that may run every round on several devices.
 
+    Args:
+      tensor_parallel: devices that run every round together
+      gather: how several devices exchange arrays: by collectives of the library, or by kernels
+        that write to their peers; auto: peers on Hopper GPUs linked by NVLink
+    """
 
-def _adaptive(text: str) -> tuple[str, ...]:
-    try:
-        return tuple(dict.fromkeys(map(adaptive_of, text.split(","))))
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(error.rule) from error
-
-
-def adaptive_option() -> Any:
-    return option(
-        "off: K is fixed; load: the engine chooses the drafts of each round; off,load compares both", default=("off",),
-        type=_adaptive, metavar="A,A",
-    )  # fmt: skip
-
-
-def rounds_per_call_option() -> Any:
-    return option(
-        "rounds that one call of a greedy batch runs; the engine's choice without it", default=None, type=positive,
-        metavar="N",
-    )  # fmt: skip
-
-
-def chat_option() -> Any:
-    return option(
-        "send prompts of JSON lines through the model's chat template; default: where --model has one", default=None,
-        action=argparse.BooleanOptionalAction,
-    )  # fmt: skip
-
-
-def jobs_option() -> Any:
-    return option(
-        "processes that compile all programs onto disk before the first cell; each takes 2 to 4 GB of memory of the host",
-        default=1, type=positive, metavar="N",
-    )  # fmt: skip
-
-
-def gather_option() -> Any:
-    return option(
-        "how several devices exchange arrays: by collectives of the library, or by kernels that write to their peers; "
-        "auto: peers on Hopper GPUs linked by NVLink", default="auto", choices=("auto", "library", "peers"),
-    )  # fmt: skip
-
-
-def check_jobs(options: "RowOptions") -> None:
-    """Raises `ConfigError` if `--jobs` is given and programs are not kept on disk."""
-    if options.jobs > 1 and options.no_cache:
-        raise ConfigError("--jobs compiles programs onto disk, which --no-cache excludes: drop one")
-
-
-def dtype_option(group: str = "") -> Any:
-    return option(
-        "type of weights and activations; auto: bfloat16 on an accelerator, float32 on a CPU", default="auto", group=group,
-        choices=("auto", "float32", "bfloat16"),
-    )  # fmt: skip
+    tensor_parallel: int = 1
+    gather: Literal["auto", "library", "peers"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(RowOptions):
-    """Options of a command that loads a target and its heads."""
+    """Options of a command that loads a target and its heads.
 
-    model: str | None = option(
-        "Hugging Face folder of the target; the embedded model without it", default=None,
-        group="model", metavar="DIR",
-    )  # fmt: skip
-    drafter: tuple[str, ...] = option(
-        "folder of a draft head; repeatable, those of the embedded model without it", default=(), group="model",
-        action="append", metavar="DIR",
-    )  # fmt: skip
-    model_name: str | None = option(
-        "name of the model in rows; the name of its folder without it", default=None, group="model",
-        metavar="NAME",
-    )  # fmt: skip
-    methods: tuple[str, ...] = methods_option(METHODS)
-    k: tuple[int, ...] = k_option((3, 5, 7))
-    dtype: str = dtype_option("model")
-    quantization: str | None = option(
-        "quantise the target's matrices while reading",
-        default=None,
-        group="model",
-        choices=("fp8",),
-    )
-    activations: str = option(
-        "how fp8 weights of the target read activations; fp8: quantised; mxfp8: quantised, and so are its weights",
-        default="bf16", group="model", choices=("bf16", "fp8", "mxfp8"),
-    )  # fmt: skip
-    max_tokens: int = option("new tokens per prompt", default=128, type=positive, metavar="N")
-    prompt_tokens: int = option(
-        "length of prompts that are cut from plain text", default=128, type=positive, metavar="N"
-    )
+    Args:
+      model: Hugging Face folder of the target; the embedded model without it
+      drafter: folder of a draft head; repeatable, those of the embedded model without it
+      model_name: name of the model in rows; the name of its folder without it
+      methods: methods to run: none (plain decoding), eagle3, peagle
+      k: numbers of drafts per round
+      dtype: type of weights and activations; auto: bfloat16 on an accelerator, float32 on a CPU
+      quantization: quantise the target's matrices while reading
+      activations: how fp8 weights of the target read activations; fp8: quantised
+      max_tokens: new tokens per prompt
+      prompt_tokens: length of prompts that are cut from plain text
+    """
+
+    group: ClassVar[str] = "model"
+    model: str | None = None
+    drafter: tuple[str, ...] = repeatable(metavar="DIR")
+    model_name: str | None = None
+    methods: tuple[str, ...] = methods(METHODS)
+    k: tuple[int, ...] = (3, 5, 7)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    quantization: Literal["fp8"] | None = None
+    activations: Literal["bf16", "fp8"] = "bf16"
+    max_tokens: int = 128
+    prompt_tokens: int = 128
 
     def check(self) -> None:
+        super().check()
         check_num_drafts(self.k)
         longest = getattr(self, "max_model_len", EngineConfig.max_model_len)
         check_folders(self.model, self.drafter, EngineConfig(max_model_len=longest))
@@ -320,32 +308,26 @@ class ModelOptions(RowOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(ModelOptions):
-    """Options of a command that decodes prompt sets with the loaded models."""
+    """Options of a command that decodes prompt sets with the loaded models.
 
-    max_model_len: int = option(
-        "most tokens of a prompt and its output together", default=2048, type=positive, metavar="N"
-    )
-    temperature: float = option("temperature; 0: greedy", default=0.0, type=float, metavar="T")
-    ignore_eos: bool = option("go on after the end-of-text token", default=False)
+    Args:
+      chat: send prompts of JSON lines through the model's chat template; default: where --model
+        has one
+      max_model_len: most tokens of a prompt and its output together
+      temperature: temperature; 0: greedy
+      ignore_eos: go on after the end-of-text token
+      draft_sampling: above temperature 0: draft the head's likeliest tokens, or draw them
+      verify_method: accept sampled drafts one by one, or in a block
+      no_selector: ignore the head's selector
+    """
 
-
-@dataclass(frozen=True, kw_only=True)
-class DraftingOptions(SweepOptions):
-    """Options of a sweep that may also change how heads draft and how drafts are verified."""
-
-    draft_sampling: str = option(
-        "above temperature 0: draft the head's likeliest tokens, or draw them", default="argmax",
-        choices=("argmax", "sample"),
-    )  # fmt: skip
-    verify_method: str = option(
-        "accept sampled drafts one by one, or in a block", default="token",
-        choices=("token", "block"),
-    )  # fmt: skip
-    ngram: int = option(
-        "copy up to 15 drafts from where the last N tokens occurred before; 0: never", default=0,
-        type=int, metavar="N",
-    )  # fmt: skip
-    no_selector: bool = option("ignore the head's selector", default=False)
+    chat: bool | None = None
+    max_model_len: int = 2048
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    draft_sampling: Literal["argmax", "sample"] = "argmax"
+    verify_method: Literal["token", "block"] = "token"
+    no_selector: bool = False
 
     def drafting(self) -> dict[str, object]:
         """Fields of `EngineConfig`."""
@@ -353,14 +335,19 @@ class DraftingOptions(SweepOptions):
             draft_sampling=self.draft_sampling,
             verify_method=self.verify_method,
             selector=not self.no_selector,
-            ngram=self.ngram,
         )
 
     def drafting_row(self, kind: str) -> dict[str, object]:
-        """Fields of a row: its kind, "drafting" with what differs from an engine's defaults, if anything does."""
+        """Fields of a row: its kind, "drafting" with what differs from an engine's defaults."""
         default = EngineConfig()
         changed = {k: v for k, v in self.drafting().items() if v != getattr(default, k)}
         return {"kind": "drafting" if changed else kind, **changed}
+
+
+def check_jobs(options: CellOptions) -> None:
+    """Raises `ConfigError` if `--jobs` is given and programs are not kept on disk."""
+    if options.jobs > 1 and options.no_cache:
+        raise ConfigError("--jobs compiles programs onto disk, which --no-cache excludes: drop one")
 
 
 def check_num_drafts(some: Sequence[int]) -> None:
@@ -378,49 +365,124 @@ def check_preset(name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One command.
+    """One command; `COMMAND` of its module.
 
     Args:
-      summary: one line of `peagle-bench --help`.
-      examples: command lines without `peagle-bench`; `peagle-bench --help` shows the first.
-      description: text of `peagle-bench NAME --help`.
+      examples: command lines without the program's name.
+      description: text of `--help`.
       options: its class of options.
       run: runs the command and returns the exit code.
       removed: flags that the version before had, and why they are no more.
     """
 
-    name: str
-    summary: str
     examples: tuple[str, ...]
     description: str
     options: type[Options]
     run: Callable[[Any], int]
-    removed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    removed: Mapping[str, str] = field(default_factory=dict)
 
-    def add_to(self, commands) -> None:
-        """Adds its parser to the subparsers `commands`."""
-        examples = [f"  peagle-bench {line}" for line in self.examples]
-        parser = commands.add_parser(
-            self.name,
-            description="\n".join([self.description.strip(), "", *examples]),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program of several commands. A command's module is imported when the command is used.
+
+    Args:
+      package: of the modules; that of the command `serve-load` is `serve_load`.
+      commands: name -> one line for `--help`.
+      removed: names that the version before had, and why they are no more.
+    """
+
+    name: str
+    package: str
+    about: str
+    commands: Mapping[str, str]
+    removed: Mapping[str, str] = field(default_factory=dict)
+
+    def load(self, name: str) -> Command:
+        """The command with a name."""
+        return importlib.import_module(f"{self.package}.{name.replace('-', '_')}").COMMAND
+
+    def parser(self, names: Sequence[str] | None = None) -> argparse.ArgumentParser:
+        """The command line: the name of a command in `command`, and the values of its options.
+
+        Args:
+          names: the commands whose options are added; None: all.
+        """
+        wide = max(map(len, self.commands))
+        listed = [f"  {name:<{wide}}  {summary}" for name, summary in self.commands.items()]
+        last = f"{self.name} COMMAND --help lists the options of a command."
+        form = argparse.RawDescriptionHelpFormatter
+        made = Parser(
+            prog=self.name,
+            usage=f"{self.name} COMMAND [options]",
+            description="\n".join([self.about, *listed, "", last]),
+            formatter_class=form,
         )
-        add_options(parser, self.options)
-        refuse_removed(parser, self.removed)
+        commands = made.add_subparsers(
+            dest="command",
+            required=True,
+            parser_class=Parser,
+            metavar="COMMAND",
+            help=argparse.SUPPRESS,
+            prog=self.name,
+        )
+        for name in self.commands:
+            if names is not None and name not in names:
+                commands.add_parser(name)
+                continue
+            command = self.load(name)
+            examples = [f"  {self.name} {line}" for line in command.examples]
+            text = "\n".join([command.description.strip(), "", *examples])
+            parser = commands.add_parser(name, description=text, formatter_class=form)
+            add_options(parser, command.options)
+            for flag, reason in command.removed.items():
+                action = partial(_Removed, reason)
+                parser.add_argument(flag, nargs="*", action=action, help=argparse.SUPPRESS)
+        return made
+
+    def parse(self, argv: Sequence[str]) -> tuple[Command, Options]:
+        """The command of some arguments, and its options, not yet checked."""
+        if argv and argv[0] in self.removed:
+            raise ConfigError(f"{argv[0]} is removed: {self.removed[argv[0]]}")
+        values = vars(self.parser(argv[:1]).parse_args(argv))
+        command = self.load(values["command"])
+        return command, command.options.of(values)
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Entry point; returns the exit code."""
+        if argv is None:  # the end by `timeout` too keeps rows and ends servers
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            argv = sys.argv[1:]
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+        try:
+            command, options = self.parse(argv)
+            options.check()
+            if isinstance(options, RowFileOptions):
+                check_out(options.out)
+            return command.run(options)
+        except ConfigError as error:
+            print(f"{self.name}: error:", " ".join(str(error).split()), file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("\ninterrupted; the rows so far are kept", file=sys.stderr)
+            return 130
 
 
-def refuse_removed(parser: argparse.ArgumentParser, removed: Mapping[str, str]) -> None:
-    """Lets the parser refuse each flag of `removed` with its reason."""
-    for flag, reason in removed.items():
-        action = partial(_Removed, reason)
-        parser.add_argument(flag, nargs="*", action=action, help=argparse.SUPPRESS)
+def check_out(out: Path) -> None:
+    """Raises ConfigError if rows cannot be written to `out`: before anything is measured."""
+    existing = next(one for one in (out, *out.absolute().parents) if one.exists())
+    is_in_place = existing.is_file() if existing == out else existing.is_dir()
+    if not is_in_place or not os.access(existing, os.W_OK):
+        raise ConfigError(f"--out {out}: cannot be written")
 
 
-def show(header: list[str], lines: list[list[str]], out: Path, *, note: str = "") -> None:
+def show(
+    header: Sequence[str], lines: Sequence[Sequence[str]], out: Path, *, note: str = ""
+) -> None:
     """Prints a table of the new rows, and the file that has them."""
     from peagle_jax.cli import runs
 
-    print(runs.table(header, lines))
+    print(runs.table(list(header), list(lines)))
     print(f"{note}rows: {out}")
 
 

@@ -1,7 +1,7 @@
-"""`peagle-bench decode-step`: rounds of full-size models with random weights, through the real engine.
+"""`peagle-bench decode-step`: rounds of full-size models with random weights, through the engine.
 
-A cell is a method, a K and a concurrency. All its requests arrive at once with prompts of random tokens.
-Rounds are timed while every slot decodes; the time includes the host.
+A cell is a method, a K and a concurrency. All its requests arrive at once with prompts of random
+tokens. Rounds are timed while every slot decodes; the time includes the host.
 """
 
 import gc
@@ -9,93 +9,327 @@ import itertools
 import os
 import statistics
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
 from bench import roofline, rows
-from bench.cells import Variant, methods_of, variants
-from bench.commands.decode_step import Options
-from bench.compile_cells import Work, compile_all, decode_step_engine
+from bench.cells import PLAIN, Variant, Work, cells_config, compile_all
+from bench.command import (
+    METHODS,
+    RESULTS,
+    CellOptions,
+    Command,
+    DeviceOptions,
+    check_num_drafts,
+    check_preset,
+    methods,
+    option,
+)
 from bench.kernel_times import profile_rounds
+from bench.models import Models, random_models
 from bench.presets import preset
-from bench.random_models import Models, models_of
 from bench.random_weights import num_bytes
+from bench.report import show
+from bench.synthetic import Scattered, synthetic_acceptance
 from bench.timing import dispatch_times, drive
 from peagle_jax.cli import runs
 from peagle_jax.config import ConfigError
 from peagle_jax.devices import own_devices
+from peagle_jax.draft_schedule import adaptive_of
 from peagle_jax.engine.engine import Engine
+from peagle_jax.method.verify import verify
+from peagle_jax.models.presets import PRESETS
+from peagle_jax.models.weight_order import order_weights
 from peagle_jax.sampling_params import SamplingParams
 
+_DEFAULT_K = 7
 _WARM_UP_TOKENS = 24
 _MEASURED = 10**6  # number of the first request that is measured
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 
-Meet = Callable[[], object]
-"""Called before each run that is timed."""
+@dataclass(frozen=True, kw_only=True)
+class Options(CellOptions, DeviceOptions):
+    """Args:
+    preset: model, of those above; NAME-fp8: in FP8 blocks
+    layers: the first N layers only
+    method: methods to time
+    k: numbers of drafts per round; 7 without it
+    concurrency: requests at once
+    variants: in place of --method, -K and --adaptive: none, METHOD:K or METHOD:K:ADAPTIVE, for
+      example peagle:7:load
+    presence_penalty: of all requests: measures rounds with sampling controls; rows of the kind
+      controlled-step
+    selector: give P-EAGLE heads a selector of rank N, 256 as in trained heads; rows of the kind
+      selector-step
+    synthetic_acceptance_length: accept as many drafts as give X tokens per round on average, 1 to
+      K+1; without it a head with random weights decides, whose drafts are hardly ever accepted
+    prompt_tokens: tokens per prompt
+    max_tokens: new tokens per prompt
+    temperature: temperature; 0: greedy, 1 spreads the tokens over many experts
+    top_k: top-k of all requests; 0: off. With it or --top-p sampled rounds are rows of the kind
+      filtered-step
+    top_p: top-p of all requests; 1: off
+    draft_sampling: how the head chooses drafts
+    dtype: type of weights and activations; auto: bfloat16 on an accelerator, float32 on a CPU
+    kv_cache_dtype: type of keys and values; auto: as --dtype
+    activations: how fp8 weights read activations; fp8: quantised
+    page_size: tokens per page
+    prefill_chunk: tokens per prefill call
+    prefill_rows: prompts per prefill call
+    small_prefills: also compile smaller prefill programs, for calls with few tokens
+    prefills: repeats of the prefill alone; the row has their median
+    seed: seed of weights and prompts
+    profile: trace some rounds after timing and list their kernels; with DIR, keep the traces
+      there
+    profile_rounds: rounds to trace
+    """
+
+    preset: str
+    layers: int | None = None
+    method: tuple[str, ...] = methods(METHODS)
+    k: tuple[int, ...] = ()
+    concurrency: tuple[int, ...] = (1, 8, 32)
+    variants: tuple[str, ...] = ()
+    presence_penalty: float = 0.0
+    selector: int = 0
+    synthetic_acceptance_length: float | None = None
+    prompt_tokens: int = 512
+    max_tokens: int = 512
+    temperature: float = 1.0
+    top_k: int = option(0, type=int)
+    top_p: float = 1.0
+    draft_sampling: Literal["argmax", "sample"] = "argmax"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    activations: Literal["bf16", "fp8"] = "bf16"
+    page_size: int = 64
+    prefill_chunk: int = 512
+    prefill_rows: int = 8
+    small_prefills: bool = False
+    prefills: int = 3
+    seed: int = option(0, type=int)
+    profile: str | None = option(None, nargs="?", const="", metavar="DIR")
+    profile_rounds: int = 4
+    out: Path = RESULTS / "decode_step.jsonl"
+
+    def prefill_rows_of(self, concurrency: int) -> int:
+        """Rows of the largest prefill call: no more than requests, unless smaller calls exist."""
+        return self.prefill_rows if self.small_prefills else min(self.prefill_rows, concurrency)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether a call runs several rounds because the command says so."""
+        return (self.rounds_per_call or 1) > 1
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether rounds draw tokens from a part of the vocabulary."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+    def check(self) -> None:
+        super().check()
+        check_num_drafts(self.k)
+        check_preset(self.preset)
+        if self.selector and self.tensor_parallel > 1:
+            raise ConfigError("--selector is for rounds of one device: drop --tensor-parallel")
+        if self.is_repeated and (self.temperature > 0 or self.presence_penalty):
+            raise ConfigError(
+                "--rounds-per-call above 1 is for greedy rounds: set --temperature 0, and leave "
+                "out --presence-penalty"
+            )
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            presence_penalty=self.presence_penalty,
+            ignore_eos=True,
+        )
+
+
+def run(options: Options) -> int:
+    """Measures every cell, a row each, and prints them."""
+    measured = []
+    for row in _measured(options, options.environment()):
+        measured.append(row)
+        rows.append(options.out, row)
+    show("decode-step", measured, options.out)
+    return 0
+
+
+def variants(options: Options) -> list[Variant]:
+    """The variants to measure, plain decoding first.
+
+    Raises:
+      ConfigError: K or an acceptance length without a drafter, or one that no rule can have.
+    """
+    length = options.synthetic_acceptance_length
+    if options.variants:
+        found = [_variant(text) for text in dict.fromkeys(options.variants)]
+    else:
+        methods = [method for method in dict.fromkeys(options.method) if method != "none"]
+        for name, is_given in (
+            ("-K", bool(options.k)),
+            ("--synthetic-acceptance-length", length is not None),
+            ("--adaptive", set(options.adaptive) != {"off"}),
+        ):
+            if is_given and not methods:
+                raise ConfigError(f"{name} needs a method that drafts: --method eagle3 or peagle")
+        drafts = sorted(set(options.k or [_DEFAULT_K]))
+        plain = [PLAIN] if "none" in options.method else []
+        found = plain + list(
+            itertools.starmap(Variant, itertools.product(methods, drafts, options.adaptive))
+        )
+    for one in found:
+        if one.num_draft and length is not None:
+            synthetic_acceptance(length, one.num_draft)
+    return found
+
+
+def _variant(text: str) -> Variant:
+    """A variant as it is written, `peagle:7:load`.
+
+    Raises:
+      ConfigError: there is none such.
+    """
+    method, _, rest = text.partition(":")
+    drafts, _, adaptive = rest.partition(":")
+    if text == "none":
+        return PLAIN
+    is_known = method in METHODS and method != "none"
+    if not is_known or not drafts.isdecimal() or not int(drafts):
+        raise ConfigError(f"--variants {text}: must be none, METHOD:K or METHOD:K:ADAPTIVE")
+    check_num_drafts((int(drafts),))
+    try:
+        return Variant(method, int(drafts), adaptive_of(adaptive or "off"))
+    except ConfigError as error:
+        raise ConfigError(f"--variants {text}: {error.rule}") from error
+
+
+def groups(options: Options) -> list[tuple[int, ...]]:
+    """Concurrencies that can share an engine: those whose prefill calls have equally many rows."""
+    sizes = sorted(set(options.concurrency))
+    return [tuple(group) for _, group in itertools.groupby(sizes, options.prefill_rows_of)]
+
+
+def engine_of(
+    models: Models, options: Options, variant: Variant, concurrencies: tuple[int, ...]
+) -> Engine:
+    """An engine for cells that differ in concurrency only, not yet warm.
+
+    Raises:
+      ConfigError: their caches do not fit beside the weights.
+    """
+    method, num_draft, adaptive = variant
+    most = max(concurrencies)
+    tokens = options.prompt_tokens + options.max_tokens + 2 * num_draft + 1
+    config = cells_config(
+        concurrencies,
+        num_draft=num_draft,
+        adaptive=adaptive,
+        max_num_seqs=most,
+        max_model_len=-(-tokens // options.page_size) * options.page_size,
+        page_size=options.page_size,
+        prefill_chunk=options.prefill_chunk,
+        prefill_rows=options.prefill_rows_of(most),
+        small_prefills=options.small_prefills,
+        draft_sampling=options.draft_sampling,
+        dtype=models.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
+        tensor_parallel=models.num_devices,
+        gather=options.gather,
+        activations=options.activations,
+        rounds_per_call=options.rounds_per_call,
+        greedy_rounds=None if options.temperature == 0 else False,
+    )
+    head, drafter, accept = models.heads.get(method), None, verify
+    if head is not None:
+        made = models.drafter(method, num_draft, options.draft_sampling)
+        drafter = Scattered(made, models.target.config.vocab_size, num_draft)
+        if (length := options.synthetic_acceptance_length) is not None:
+            accept = synthetic_acceptance(length, num_draft)
+    order_weights(models.target, options.activations)
+    return Engine(models.target, head, config, drafter=drafter, accept=accept)
+
+
+def only_greedy(options: Options, variant: Variant) -> bool:
+    """Whether all rounds of an engine are greedy; others are then not compiled."""
+    return options.temperature == options.presence_penalty == 0 and variant.adaptive == "off"
 
 
 def work(options: Options) -> list[Work]:
-    """The engines of a command, of one replica, for `compile_all`."""
-    options = of_replica(options)
-    engines = [(one, group) for one in variants(options) for group in _groups(options)]
-    return [Work(decode_step_engine, options, engine) for engine in engines]
+    """The engines of a command, for `compile_all`."""
+    return [
+        Work(_shaped_engine, options, (one, group), only_greedy(options, one))
+        for one in variants(options)
+        for group in groups(options)
+    ]
 
 
-def of_replica(options: Options) -> Options:
-    """The options of each of `--replicas` engines, which share the requests; without it they stay."""
-    count = options.replicas or 1
-    return replace(options, concurrency=tuple(c // count for c in options.concurrency))
+def _shaped_engine(options: Options, variant: Variant, group: tuple[int, ...]) -> Engine:
+    return engine_of(_shapes(options), options, variant, group)
 
 
-def decode_step(options: Options, environment: dict) -> list[dict]:
-    """Measures every cell, appends a row each to `options.out`, and returns the rows."""
-    done = []
-    for row in measured(options, environment):
-        done.append(row)
-        rows.append(options.out, row)
-    return done
+@cache
+def _shapes(options: Options) -> Models:
+    methods = dict.fromkeys(variant.method for variant in variants(options))
+    return Models.random(
+        preset(options.preset, options.layers, options.selector),
+        list(methods),
+        dtype=runs.choose_dtype(options.dtype),
+        num_devices=options.tensor_parallel,
+        has_shapes_only=True,
+    )
 
 
-def measured(options: Options, environment: dict, meet: Meet = lambda: None) -> Iterator[dict]:
+def _measured(options: Options, environment: dict) -> Iterator[dict]:
     """A row of each cell. One that does not fit into memory is skipped with a message."""
     chosen = preset(options.preset, options.layers, options.selector)
     todo = variants(options)
-    _params(options)
+    _ = options.params  # its mistakes show before weights are made
     if options.prompt_tokens + options.max_tokens > chosen.target.max_position:
         raise ConfigError(
             f"{chosen.name} has {chosen.target.max_position} positions; ask for fewer"
         )
-    dtype = runs.choose_dtype(options.dtype)
-    num_cells = len(todo) * len(options.concurrency)
+    num_cells = len(todo) * len(set(options.concurrency))
     with tqdm(total=num_cells, unit="cell", disable=None) as bar:
         if options.jobs > 1:
             bar.set_description("compiling")
             compile_all(work(options), options.jobs, partial(_say, bar))
         bar.set_description("weights")
-        made = dict(dtype=dtype, seed=options.seed, num_devices=options.tensor_parallel)
-        models = models_of(chosen, methods_of(todo), **made)
+        models = random_models(
+            chosen,
+            list(dict.fromkeys(variant.method for variant in todo)),
+            dtype=runs.choose_dtype(options.dtype),
+            seed=options.seed,
+            num_devices=options.tensor_parallel,
+        )
         held = num_bytes(models.target, *models.heads.values()) / 1e9
         _say(bar, f"{chosen.name}: {held:.1f} GB of weights made in {models.seconds:.1f} s")
-        for variant in todo:
-            for group in _groups(options):
-                for row in _measure(options, models, variant, group, bar, meet):
-                    row |= environment
-                    if variant.adaptive == "off" and models.num_devices == 1:
-                        method = variant.method
-                        config = None if method == "none" else chosen.head(method)
-                        row |= roofline.fraction(row, chosen.target, config)
-                    row = rows.rounded(row)
-                    _say(bar, _progress(row))
-                    yield row
-                gc.collect()  # the engine's cache, before the next one is made
+        for variant, group in itertools.product(todo, groups(options)):
+            for row in _measure(options, models, variant, group, bar):
+                row |= environment
+                if variant.adaptive == "off" and models.num_devices == 1:
+                    head = models.heads.get(variant.method)
+                    config = None if head is None else head.config
+                    row |= roofline.fraction(row, chosen.target, config)
+                row = rows.rounded(row)
+                _say(bar, _progress(row))
+                yield row
+            gc.collect()  # the engine's cache, before the next one is made
 
 
 def _say(bar: tqdm, text: str) -> None:
@@ -111,45 +345,33 @@ def _progress(row: dict) -> str:
     )
 
 
-def _groups(options: Options) -> list[tuple[int, ...]]:
-    """Concurrencies that can share an engine: those whose prefill calls have equally many rows."""
-    sizes = sorted(options.concurrency)
-    return [tuple(group) for _, group in itertools.groupby(sizes, options.prefill_rows_of)]
-
-
 def _measure(
-    options: Options,
-    models: Models,
-    variant: Variant,
-    group: tuple[int, ...],
-    bar: tqdm,
-    meet: Meet,
+    options: Options, models: Models, variant: Variant, group: tuple[int, ...], bar: tqdm
 ) -> Iterator[dict]:
-    """Rows of one engine, without their environment. Cells that do not fit into memory are skipped."""
-    name = variant.name
+    """Rows of one engine, without their environment. Cells that do not fit are skipped."""
     while group:
         try:
-            bar.set_description(f"{name}: compiling for {', '.join(map(str, group))}")
+            bar.set_description(f"{variant}: compiling for {', '.join(map(str, group))}")
             start = time.perf_counter()
-            engine = models.engine(options, variant, group)
-            engine.warm_up(only_greedy=engine.config.only_greedy)
+            engine = engine_of(models, options, variant, group)
+            engine.warm_up(only_greedy=only_greedy(options, variant))
             compiled = time.perf_counter() - start
             break
         except (ConfigError, jax.errors.JaxRuntimeError) as error:
-            _skip(error, f"{name} at concurrency {group[-1]}", bar)
+            _skip(error, f"{variant} at concurrency {group[-1]}", bar)
             group, engine = group[:-1], None
         gc.collect()  # the one that did not fit, before a smaller one is made
     for concurrency in group:
-        bar.set_description(f"{name} x{concurrency}")
+        bar.set_description(f"{variant} x{concurrency}")
         try:
-            row = _cell(options, engine, concurrency, meet)
+            row = _cell(options, engine, concurrency)
             if options.profile is not None:
-                bar.set_description(f"{name} x{concurrency}: profile")
+                bar.set_description(f"{variant} x{concurrency}: profile")
                 row |= _profile(options, engine, concurrency, bar)
         except jax.errors.JaxRuntimeError as error:
             # The failed call consumed its donated buffers, so this engine is unusable.
             left = group[group.index(concurrency) :]
-            _skip(error, f"{name} at concurrency {', '.join(map(str, left))}", bar, len(left))
+            _skip(error, f"{variant} at concurrency {', '.join(map(str, left))}", bar, len(left))
             return
         yield _identity(options, models, variant, engine) | {"compile_seconds": compiled} | row
         bar.update()
@@ -158,8 +380,7 @@ def _measure(
 def _skip(error: Exception, what: str, bar: tqdm, cells: int = 1) -> None:
     """Reports cells that are skipped because memory is too small; re-raises any other error."""
     message = " ".join(str(error).split())
-    no_room = isinstance(error, ConfigError) or any(sign in message for sign in _OUT_OF_MEMORY)
-    if not no_room:
+    if not isinstance(error, ConfigError) and not any(sign in message for sign in _OUT_OF_MEMORY):
         raise error
     _say(bar, f"skipped {what}: {message[:300]}")
     bar.update(cells)
@@ -168,78 +389,58 @@ def _skip(error: Exception, what: str, bar: tqdm, cells: int = 1) -> None:
 def _identity(options: Options, models: Models, variant: Variant, engine: Engine) -> dict:
     """Row fields that identify the measurement."""
     method, num_draft, adaptive = variant
-    head = models.heads.get(method)
-    is_drawn = num_draft and options.synthetic_acceptance_rows is not None
-    return {
+    head, config = models.heads.get(method), engine.config
+    sizes = ("num_draft", "max_num_seqs", "max_model_len", "page_size", "num_pages")
+    sizes += ("prefill_rows", "prefill_chunk", "long_prefills")
+    row = {
         "kind": kind(options),
-        "model": models.preset.name,
+        "model": models.name,
         "dtype": models.dtype,
-        "weights": models.preset.weights,
-        "kv_cache_dtype": engine.config.kv_cache_dtype,
-        "activations": engine.config.activations,
-        "layers": models.preset.target.num_layers,
+        "weights": models.weights,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "activations": config.activations,
+        "layers": models.target.config.num_layers,
         "set": "random tokens",
         "method": method,
         "num_speculative_tokens": num_draft,
         "synthetic_acceptance_length": options.synthetic_acceptance_length if num_draft else None,
-        **(
-            {
-                "synthetic_acceptance_rows": options.synthetic_acceptance_rows.name,
-                "synthetic_acceptance_set": options.synthetic_acceptance_set,
-            }
-            if is_drawn
-            else {}
-        ),
-        **({"adaptive": adaptive} if kind(options) != "decode-step" else {}),
-        **(
-            {}
-            if models.num_devices == 1
-            else {
-                "tensor_parallel": models.num_devices,
-                "variant": "peers" if engine.config.gather == "peers" else None,
-            }
-        ),
-        **({"presence_penalty": options.presence_penalty} if options.presence_penalty else {}),
-        **({"top_k": options.top_k, "top_p": options.top_p} if is_filtered(options) else {}),
-        **({"selector_rank": options.selector} if options.selector else {}),
-        **({"rounds_per_call": engine.config.repeat} if options.is_repeated else {}),
         "draft_sampling": options.draft_sampling,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
-        "engine": {
-            name: getattr(engine.config, name)
-            for name in ("num_draft", "max_num_seqs", "max_model_len", "page_size", "num_pages")
-        }
-        | {
-            "prefill_rows": engine.config.prefill_rows,
-            "prefill_chunk": engine.config.prefill_chunk,
-            "long_prefills": engine.config.long_prefills,
-        },
+        "engine": {name: getattr(config, name) for name in sizes},
         "weights_bytes": num_bytes(models.target, *([] if head is None else [head])),
         "weights_seconds": models.seconds,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
+    if kind(options) != "decode-step":
+        row["adaptive"] = adaptive
+    if models.num_devices > 1:
+        row["tensor_parallel"] = models.num_devices
+        row["variant"] = "peers" if config.gather == "peers" else None
+    if options.presence_penalty:
+        row["presence_penalty"] = options.presence_penalty
+    if options.is_filtered:
+        row |= {"top_k": options.top_k, "top_p": options.top_p}
+    if options.selector:
+        row["selector_rank"] = options.selector
+    if options.is_repeated:
+        row["rounds_per_call"] = config.repeat
+    return row
 
 
 def kind(options: Options) -> str:
-    """Kind of the rows: those of a comparison, and of several devices, are not part of the tables of fixed K."""
-    if options.is_repeated:
-        return "repeated-step"
-    if options.tensor_parallel > 1 or options.replicas:
-        return "parallel-step"
-    if options.presence_penalty:
-        return "controlled-step"
-    if options.selector:
-        return "selector-step"
-    if is_filtered(options):
-        return "filtered-step"
-    is_fixed = all(variant.adaptive == "off" for variant in variants(options))
-    return "decode-step" if is_fixed else "adaptive-step"
-
-
-def is_filtered(options: Options) -> bool:
-    """Whether rounds draw tokens from a part of the vocabulary."""
-    return options.temperature > 0 and (options.top_k > 0 or options.top_p < 1)
+    """Kind of the rows: those of other work are not part of the table of rounds at a fixed K."""
+    for name, is_asked in (
+        ("repeated-step", options.is_repeated),
+        ("parallel-step", options.tensor_parallel > 1),
+        ("controlled-step", options.presence_penalty),
+        ("selector-step", options.selector),
+        ("filtered-step", options.is_filtered),
+        ("adaptive-step", any(variant.adaptive != "off" for variant in variants(options))),
+    ):
+        if is_asked:
+            return name
+    return "decode-step"
 
 
 def prompts_of(options: Options, count: int, vocab_size: int) -> list[list[int]]:
@@ -248,60 +449,47 @@ def prompts_of(options: Options, count: int, vocab_size: int) -> list[list[int]]
     return rng.integers(0, vocab_size, (count, options.prompt_tokens)).tolist()
 
 
-def _params(options: Options) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        presence_penalty=options.presence_penalty,
-        ignore_eos=True,
-    )
-
-
-def _cell(options: Options, engine: Engine, concurrency: int, meet: Meet) -> dict:
+def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
     """Prefill alone, some times, then prefill and decoding, after a short run of both."""
-    params = _params(options)
-    with_tokens = lambda tokens: replace(params, max_tokens=tokens)
+    params = options.params
     prompts = prompts_of(options, concurrency, engine.target_config.vocab_size)
     run = lambda params: drive(engine, prompts, params, concurrency=concurrency)
-    run(with_tokens(min(_WARM_UP_TOKENS, options.max_tokens)))
+    run(replace(params, max_tokens=min(_WARM_UP_TOKENS, options.max_tokens)))
     if engine.policy is not None:
         run(params)  # the choice of K settles
-    prefills = [run(with_tokens(1)).as_row() for _ in range(options.prefills)]
+    prefills = [run(replace(params, max_tokens=1)).as_row() for _ in range(options.prefills)]
     prefill = sorted(prefills, key=lambda row: row["seconds"])[options.prefills // 2]
     before = engine.scheduler.num_preemptions
     # A request without a seed has its number: equal numbers draw the same texts in all cells.
     engine.numbers = itertools.count(_MEASURED)
-    meet()
     with dispatch_times(engine) as dispatches:
         row = run(params).as_row()
-    steady = concurrency * row["acceptance_length"] / row["ms_per_round_mean"]
-    return {
+    row |= {
         "concurrency": concurrency,
-        **row,
         "dispatch_us": 1e6 * statistics.median(dispatches),
-        "decode_tokens_per_second": 1e3 * steady,
+        "decode_tokens_per_second": (
+            1e3 * concurrency * row["acceptance_length"] / row["ms_per_round_mean"]
+        ),
         "ttft_ms_median": prefill["ttft_ms_median"],
         "ttft_ms_max": prefill["ttft_ms_max"],
         "prefill_ms": 1e3 * prefill["seconds"],
         "prefill_tokens_per_second": prefill["prompt_tokens"] / prefill["seconds"],
-        **(
-            {}
-            if engine.policy is None
-            else {"chosen_num_draft": engine.scheduler.num_draft_at(concurrency)}
-        ),
         "preemptions": engine.scheduler.num_preemptions - before,
         "peak_memory_bytes": peak_memory(options.tensor_parallel),
     }
+    if engine.policy is not None:
+        row["chosen_num_draft"] = engine.scheduler.num_draft_at(concurrency)
+    return row
 
 
 def _profile(options: Options, engine: Engine, concurrency: int, bar: tqdm) -> dict:
-    """Kernels of some rounds: printed, and as part of the row (`kernels` None where there are none)."""
+    """Kernels of some rounds: printed, and as row fields (`kernels` None where there are none)."""
     prompts = prompts_of(options, concurrency, engine.target_config.vocab_size)
-    traced = dict(rounds=options.profile_rounds, folder=options.profile or None)
+    folder = Path(options.profile) if options.profile else None
     try:
-        found = profile_rounds(engine, prompts, _params(options), **traced)
+        found = profile_rounds(
+            engine, prompts, options.params, rounds=options.profile_rounds, folder=folder
+        )
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         # The cell is already timed: a failure of the profiler must not lose the row.
         _say(bar, f"no kernels to list: {type(error).__name__}: {error}")
@@ -313,13 +501,46 @@ def _profile(options: Options, engine: Engine, concurrency: int, bar: tqdm) -> d
     _say(bar, runs.table(["kernel", "per round", "us per round", "share"], found.lines()))
     _say(
         bar,
-        f"{found.count:.0f} kernels a round, {row['kernels_per_layer']:.1f} a layer; {found.us:.0f} us of "
-        f"kernels in {found.span_us:.0f} us, the device busy for {100 * found.busy:.0f} %",
+        f"{found.count:.0f} kernels a round, {row['kernels_per_layer']:.1f} a layer; "
+        f"{found.us:.0f} us of kernels in {found.span_us:.0f} us, the device busy for "
+        f"{100 * found.busy:.0f} %",
     )
     return row
 
 
 def peak_memory(num_devices: int) -> int | None:
-    """Peak memory of the fullest device since process start in bytes; None if the platform does not report it."""
+    """Peak memory of the fullest device since process start in bytes; None if not reported."""
     stats = [device.memory_stats() or {} for device in own_devices(num_devices)]
     return max((one["peak_bytes_in_use"] for one in stats if one), default=None)
+
+
+COMMAND = Command(
+    examples=(
+        "decode-step --preset gpt-oss-20b --layers 4 --max-tokens 64 --profile",
+        "decode-step --preset qwen3-coder-30b-a3b-fp8 --method none eagle3 peagle -K 3 7 \\\n"
+        "      --synthetic-acceptance-length 3.1 --concurrency 1 8 32",
+    ),
+    description=f"""
+Times rounds of the engine with a model of a released shape. Weights are random and made on the
+device, so no checkpoint is needed; a large model needs a GPU. In a round the target checks the
+drafts and the head makes the next ones. A cell is a method, a K (drafts per round) and a
+concurrency. Each cell adds a row: milliseconds per round at a full batch (host included), tokens
+per second, prefill, peak memory, and the floor (the least time of a round, from its bytes and
+operations). With --adaptive load the engine chooses K of each round, at most the given one
+(docs/adaptive.md); the rows of such a comparison have the kind "adaptive-step". The first example
+below is short. docs/decode-step.md explains the fields of a row.
+
+Presets: {textwrap.fill(", ".join(PRESETS), 100, break_on_hyphens=False)};
+with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).
+""",
+    options=Options,
+    run=run,
+    removed={
+        "--rows": "ragged rounds did not beat the best fixed K; leave it out",
+        "--weights": "weights are always random; leave it out",
+        "--cold-start": "serve-load --preset measures the start of a server",
+        "--replicas": "replicas share nothing, so that each is measured alone; leave it out",
+        "--synthetic-acceptance-rows": "use --synthetic-acceptance-length",
+        "--synthetic-acceptance-set": "use --synthetic-acceptance-length",
+    },
+)

@@ -1,31 +1,31 @@
 """Kernels compiled side by side and measured one at a time (`peagle-bench kernels --jobs`).
 
-Tracing and compiling take seconds of a CPU for each spec, and measuring takes less. Each spec has a process of its own,
-twice: first all specs are compiled onto disk, then each is measured while no other uses the GPU. XLA also runs kernels
-when it compiles a reference, to choose the fastest, so nothing compiles for the first time while a spec is measured. A
-process returns its memory of the GPU when it ends.
+Tracing and compiling take seconds of a CPU for each spec, and measuring takes less. Each spec has a
+process of its own, twice: first all specs are compiled onto disk, then each is measured while no
+other uses the GPU. XLA also runs kernels when it compiles a reference, to choose the fastest, so
+nothing compiles for the first time while a spec is measured. A process returns its memory of the
+GPU when it ends.
 
 XLA compiles some references for minutes, or fails. Such a spec is measured without its reference.
 """
 
 import contextlib
+import fcntl
 import logging
 import multiprocessing
 import os
-import time
-from collections import deque
+import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.progress import progress_bar
+from bench.cells import progress_bar
 from peagle_jax.engine.device.compilation import CHILD_ENVIRONMENT
 
 _log = logging.getLogger(__name__)
-_SECONDS = 60.0
-"""Limit of a case of a job in each pass; while it waits for its turn no time counts."""
+_SECONDS = 60
+"""Limit of a job in each pass; while it waits for its turn no time counts."""
 
 
 class Job(NamedTuple):
@@ -37,38 +37,33 @@ class Job(NamedTuple):
     reference: bool = True
 
 
-Work = Callable[[Job, Any], Iterator]
-"""(job, turn) -> a result for each case; a function at the top level of a module. `turn` is a context in which no other
-job runs."""
+Function = Callable[[Job, contextlib.AbstractContextManager], Any]
+"""(job, turn) -> a result; at the top level of a module. `turn` is a context in which no other job
+runs."""
 
 
 def side_by_side(
     jobs: Sequence[Job],
     processes: int,
-    compile_: Work,
-    measure: Work,
-    seconds: float = _SECONDS,
+    compile_: Function,
+    measure: Function,
+    seconds: int = _SECONDS,
 ) -> Iterator[dict]:
-    """Yields the rows of all jobs as they are measured. What fails is logged and has none.
+    """Yields the rows of all jobs, in their order. What fails is logged and has none.
 
     Args:
-      compile_: its results say whether the reference of a case is compiled.
-      measure: its results are rows.
-      seconds: limit of a case in each pass. A job that compiles for longer is measured without its reference.
+      compile_: its result says whether the references of a job are compiled.
+      measure: its result is a list of rows.
+      seconds: limit of a job in each pass. One that compiles for longer is measured without its
+        reference.
     """
     ready = []
-    for job, compiled, error in _run(jobs, processes, compile_, seconds, "compiling"):
-        if error is not None:
+    for job, has_reference in _run(jobs, processes, compile_, seconds, "compiling"):
+        if has_reference is None:
             _log.warning("%s %s: measured without its reference", job.op, job.spec)
-            log_failure(job.op, job.spec, error)
-        has_reference = error is None and bool(compiled) and all(compiled)
-        ready.append(job._replace(reference=has_reference))
-    # In the order of the specs, which is that of their names in tables.
-    ready.sort(key=lambda job: jobs.index(job._replace(reference=True)))
-    for job, made, error in _run(ready, processes, measure, seconds, "measuring"):
-        yield from made
-        if error is not None:
-            log_failure(job.op, job.spec, error)
+        ready.append(job._replace(reference=bool(has_reference)))
+    for _, some in _run(ready, processes, measure, seconds, "measuring"):
+        yield from some or ()
 
 
 def log_failure(op: str, spec: str, error: BaseException) -> None:
@@ -78,7 +73,7 @@ def log_failure(op: str, spec: str, error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def environment(values: dict[str, str]) -> Iterator[None]:
+def _environment(values: dict[str, str]) -> Iterator[None]:
     """Sets variables for processes that start within."""
     before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
@@ -90,149 +85,55 @@ def environment(values: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """In a process of a job: asks for the turn, and returns it."""
-
-    parent: Connection
-
-    def __enter__(self) -> None:
-        self.parent.send(("ask", None))
-        self.parent.recv()
-
-    def __exit__(self, *_: object) -> None:
-        self.parent.send(("return", None))
-
-
-@dataclass(eq=False)
-class _Running:
-    """A process of a job.
-
-    Attributes:
-      results: those of the cases so far.
-      since: from when the time of a case counts; None while it waits for its turn.
-    """
-
-    job: Job
-    process: BaseProcess
-    child: Connection
-    results: list = field(default_factory=list)
-    since: float | None = field(default_factory=time.monotonic)
-
-    def receive(self) -> tuple[str, Any]:
-        """The next message. A process that died sends none, or a part of one."""
-        try:
-            return self.child.recv()
-        except (EOFError, OSError):
-            return "end", RuntimeError("the process died")
-
-    def is_late(self, seconds: float) -> bool:
-        return self.since is not None and time.monotonic() - self.since > seconds
-
-    def give_turn(self) -> None:
-        """If the process has died, its connection says so next."""
-        self.since = time.monotonic()
-        with contextlib.suppress(OSError):
-            self.child.send(None)
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.child.close()
-
-
 def _run(
-    jobs: Sequence[Job], processes: int, work: Work, seconds: float, title: str
-) -> Iterator[tuple[Job, list, Exception | None]]:
-    """Runs jobs in processes of their own; yields each with its results, and its error if it has one, as they end."""
-    waiting, running = deque(jobs), {}
-    asking: deque[_Running] = deque()
-    holder: _Running | None = None
-    spawn = multiprocessing.get_context("spawn")
-
-    def start(job: Job) -> None:
-        child, parent = spawn.Pipe()
-        process = spawn.Process(target=_child, args=(work, job, parent), daemon=True)
-        process.start()
-        parent.close()  # so that the end of the process ends the connection
-        running[child] = _Running(job, process, child)
-
+    jobs: Sequence[Job], processes: int, function: Function, seconds: int, title: str
+) -> Iterator[tuple[Job, Any]]:
+    """Runs jobs in processes of their own; yields each with its result, None where it failed."""
     with (
-        contextlib.ExitStack() as at_exit,
-        environment(CHILD_ENVIRONMENT),
+        tempfile.NamedTemporaryFile() as lock,
+        _environment(CHILD_ENVIRONMENT),
+        multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool,
         progress_bar(desc=title, total=len(jobs), unit="spec") as bar,
     ):
-        at_exit.callback(lambda: [one.stop() for one in running.values()])
-        while waiting or running:
-            while waiting and len(running) < processes:
-                start(waiting.popleft())
-            ended: dict[_Running, Exception | None] = {}
-            for child in wait(list(running), timeout=1.0):
-                one = running[child]
-                what, value = one.receive()
-                one.since = None if what == "ask" else time.monotonic()
-                if what == "ask":
-                    asking.append(one)
-                elif what == "return":
-                    holder = None
-                elif what == "result":
-                    one.results.append(value)
-                else:
-                    ended[one] = value
-            for one in running.values():
-                if one.is_late(seconds):
-                    ended.setdefault(one, TimeoutError(f"not done in {seconds:.0f} s"))
-            for one, error in ended.items():
-                del running[one.child]
-                one.stop()
-                if one in asking:
-                    asking.remove(one)
-                holder = None if holder is one else holder
-                bar.update()
-                yield one.job, one.results, error
-            if holder is None and asking:
-                holder = asking.popleft()
-                holder.give_turn()
+        shares = [
+            pool.apply_async(_child, (function, job, Path(lock.name), seconds)) for job in jobs
+        ]
+        for job, share in zip(jobs, shares, strict=True):
+            result = None
+            try:
+                # The jobs that began with this one may be measured before it, one after the other.
+                result = share.get(timeout=seconds * (processes + 1))
+            except multiprocessing.TimeoutError:
+                log_failure(job.op, job.spec, RuntimeError(f"died, or not done in {seconds} s"))
+            except Exception as error:
+                log_failure(job.op, job.spec, error)
+            bar.update()
+            yield job, result
 
 
-def _child(work: Work, job: Job, parent: Connection) -> None:
-    """The process of a job: sends its results, and its error or None."""
+class _Turn:
+    """Holds a lock on a file, which the system releases if the process dies, and stops the clock
+    while it waits."""
+
+    def __init__(self, path: Path, seconds: int):
+        self._path, self._seconds = path, seconds
+
+    def __enter__(self) -> None:
+        signal.alarm(0)
+        self._file = self._path.open("rb")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        signal.alarm(self._seconds)
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+
+def _child(function: Function, job: Job, lock: Path, seconds: int) -> Any:
+    """In the process of a job, which the alarm ends if it takes too long."""
+    signal.alarm(seconds)
     try:
-        for result in work(job, _Turn(parent)):
-            parent.send(("result", result))
-    except Exception as error:
-        # Any error can be pickled so.
-        parent.send(("end", RuntimeError(f"{type(error).__name__}: {error}")))
-    else:
-        parent.send(("end", None))
-
-
-def compile_job(job: Job, turn: Any) -> Iterator[bool]:
-    """Compiles the cases of a job onto disk; yields for each whether its reference is compiled too."""
-    from bench.kernels import Prepared
-
-    return _cases(job, lambda case, chip: Prepared(case).reference is not None)
-
-
-def measure_job(job: Job, turn: Any) -> Iterator[dict]:
-    """The rows of a job, without the fields that all rows share."""
-    from bench.kernels import Prepared
-
-    def measure(case, chip: str) -> dict:
-        prepared = Prepared(case, with_reference=job.reference)
-        with turn:
-            return prepared.measure(chip)
-
-    return _cases(job, measure)
-
-
-def _cases(job: Job, measure: Callable) -> Iterator:
-    """What `measure` makes of each case of a job."""
-    import jax
-
-    from bench.kernels import rows_of
-    from pallas_kernels.device import describe
-    from peagle_jax.cli import runs
-
-    runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
-    yield from rows_of(job, describe(jax.devices()[0]), measure)
+        return function(job, _Turn(lock, seconds))
+    except Exception as error:  # any error can be pickled so
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+    finally:
+        signal.alarm(0)

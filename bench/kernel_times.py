@@ -22,7 +22,8 @@ _COPY = re.compile(r"mem(cpy|set)", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """All launches of one kernel: number and microseconds per round, and share of all kernels' time.
+    """All launches of one kernel: number and microseconds per round, and share of all kernels'
+    time.
 
     `op` is XLA's name of the operation of its longest launch.
     """
@@ -36,10 +37,11 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTable:
-    """Kernels of the traced rounds, the longest first. Copies and memory fills are counted separately.
+    """Kernels of the traced rounds, the longest first. Copies and memory fills are counted
+    separately.
 
-    `span_us` is the time from the first kernel's start to the last kernel's end, per round, and `busy` the
-    share of it in which a kernel runs.
+    `span_us` is the time from the first kernel's start to the last kernel's end, per round, and
+    `busy` the share of it in which a kernel runs.
     """
 
     kernels: tuple[Kernel, ...]
@@ -159,7 +161,8 @@ def latest_trace(folder: Path) -> Path:
 
 
 def read_trace(path: Path, rounds: int) -> KernelTable | None:
-    """Kernels of a Chrome trace (gzip, JSON) that holds `rounds` rounds; None without a GPU in it."""
+    """Kernels of a Chrome trace (gzip, JSON) that holds `rounds` rounds; None without a GPU in
+    it."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     launches = _launches(events)
@@ -192,8 +195,8 @@ def read_trace(path: Path, rounds: int) -> KernelTable | None:
 def _launches(events: list[dict]) -> list[dict]:
     """Complete events on the streams of GPUs.
 
-    A GPU's process may also have tracks that repeat the launches by module, operation or step. If there
-    are streams, only these count.
+    A GPU's process may also have tracks that repeat the launches by module, operation or step. If
+    there are streams, only these count.
     """
     named = lambda kind: {
         (event["pid"], event.get("tid")): event["args"]["name"]

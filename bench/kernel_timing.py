@@ -1,7 +1,7 @@
 """Times calls of a kernel: by the clock, and short ones by a trace of the GPU.
 
-Each call has its own arguments and follows the one before on the GPU's stream. What a call writes in place is a result of
-the call before, so that XLA copies nothing.
+Each call has its own arguments and follows the one before on the GPU's stream. What a call writes
+in place is a result of the call before, so that XLA copies nothing.
 """
 
 import math
@@ -19,7 +19,8 @@ from bench.kernel_times import latest_trace, profiler_options, read_trace
 _REPEATS = 5
 _SECONDS = 0.03  # of a repeat
 SHORT = 200e-6
-"""Seconds of a call below which the host may take longer than the GPU: it takes 10 to 100 us to launch a program."""
+"""Seconds of a call below which the host may take longer than the GPU: it takes 10 to 100 us to
+launch a program."""
 _TRACED_CALLS = 500  # at most
 _TRACED_SECONDS = 0.02  # of all calls, of which a reference may have hundreds of kernels each
 
@@ -29,8 +30,8 @@ class Timing:
     """Seconds per call, of `calls` calls in turn.
 
     Attributes:
-      timed_by: "clock" of the host, from the first call to the last; or "trace", the sum of the kernels' times, without
-        copies, fills and the gaps between them.
+      timed_by: "clock" of the host, from the first call to the last; or "trace", the sum of the
+        kernels' times, without copies, fills and the gaps between them.
     """
 
     seconds: float
@@ -105,7 +106,8 @@ class Program:
 
 
 def _traced(run: Callable[[int], Any], calls: int, turns: int) -> float | None:
-    """Seconds of all kernels of a call, from a trace of `run(turns)`, which has `calls` calls in each turn.
+    """Seconds of all kernels of a call, from a trace of `run(turns)`, which has `calls` calls in
+    each turn.
 
     None if the trace shows no GPU.
     """
@@ -120,7 +122,8 @@ def _traced(run: Callable[[int], Any], calls: int, turns: int) -> float | None:
 
 
 def _links(args: tuple, results: Any) -> dict[int, int]:
-    """Maps leaves of the arguments to results of the call before with equal shape and dtype, in order.
+    """Maps leaves of the arguments to results of the call before with equal shape and dtype, in
+    order.
 
     If there are too many results, the last ones are used, because they are ready last.
     """

@@ -1,13 +1,16 @@
-"""`peagle-bench kernels`: times each kernel against its XLA reference, on the shapes of real models.
+"""`peagle-bench kernels`: times each kernel against its XLA reference, on the shapes of real
+models.
 
-Each call has its own arguments, so that weights come from device memory and not from the L2 cache. Where calls are so
-short that the host may take longer than the GPU, their time is that of their kernels in a trace. The cases are the specs
-of an operation, see `bench.deviceless`. A `specs.py` may also have:
+Each call has its own arguments, so that weights come from device memory and not from the L2 cache.
+Where calls are so short that the host may take longer than the GPU, their time is that of their
+kernels in a trace. The cases are the specs of an operation: `specs.py` has `SPECS`, name -> spec,
+and `build(spec)`, a function to jit that requires the kernel, and its argument shapes. It may also
+have:
 
 - `inputs(spec, key)`: arguments, if random values and zeros are invalid for the operation.
 - `bytes(spec)`: bytes moved, if not every argument and result once.
-- `configs(spec, device)`: tuning configs, passed to `build` as a second argument, the default first; may
-  be empty.
+- `configs(spec, device)`: tuning configs, passed to `build` as a second argument, the default
+  first; may be empty.
 - `compared(spec, results)`: the results that are compared, if not all: without what is undefined.
 - `REFERENCE_OPTIONS`: options of XLA for the reference.
 """
@@ -16,21 +19,27 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from bench import deviceless, rows
-from bench.commands.kernels import Options
-from bench.kernel_jobs import Job, compile_job, log_failure, measure_job, side_by_side
+from bench import rows
+from bench.command import RESULTS, Command, RowOptions, repeatable
+from bench.kernel_jobs import Job, log_failure, side_by_side
+from bench.kernel_specs import ops, specs_of, specs_on
 from bench.kernel_timing import SHORT, Program
+from bench.report import show
 from bench.roofline import CHIPS
 from pallas_kernels import dispatch
 from pallas_kernels.device import GENERATIONS, Device, describe
+from peagle_jax.cli import runs
 from peagle_jax.config import ConfigError
+from peagle_jax.engine.device.compilation import CHILD_ENVIRONMENT
 
 _COLD_BYTES = 300e6  # arguments of all calls: several times the L2 cache
 _CALLS = (8, 32)  # least and most calls with arguments of their own
@@ -39,10 +48,28 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Options(RowOptions):
+    """Args:
+    op: operation, a folder of pallas_kernels; repeatable, all without it
+    spec: spec, a named shape in the operation's specs.py; repeatable, all without it
+    configs: also time the tuning configs that the kernel does not choose
+    jobs: processes that compile side by side; each takes 2 to 4 GB of memory of the host. One
+      spec is measured at a time
+    """
+
+    op: tuple[str, ...] = repeatable()
+    spec: tuple[str, ...] = repeatable()
+    configs: bool = False
+    jobs: int = 1
+    out: Path = RESULTS / "kernels.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One spec of one operation: `function` takes arguments of `shapes` and moves `bytes`.
 
-    `config` is the tuning config, if configs are compared; an `alternative` is not the default config.
+    `config` is the tuning config, if configs are compared; an `alternative` is not the default
+    config.
     """
 
     op: str
@@ -59,8 +86,9 @@ class Case:
 def cases(
     op: str, names: Sequence[str] | None = None, configs_for: Device | None = None
 ) -> Iterator[Case]:
-    """Specs of an operation, all or those named; for a device each in all configs that it has there."""
-    specs = deviceless.specs_of(op)
+    """Specs of an operation, all or those named; for a device each in all configs that it has
+    there."""
+    specs = specs_of(op)
     for name, spec in specs.SPECS.items():
         if names is not None and name not in names:
             continue
@@ -91,8 +119,16 @@ def cases(
             )
 
 
-def kernels(options: Options, environment: dict) -> Iterator[dict]:
-    """Measures what `peagle-bench kernels` was asked for, a row at a time; rows go to `options.out`.
+def run(options: Options) -> int:
+    """Measures kernels, a row each, and prints them."""
+    if options.jobs > 1:  # this process needs no memory of the GPU
+        os.environ.update(CHILD_ENVIRONMENT)
+    show("kernels", list(_measured(options, options.environment())), options.out)
+    return 0
+
+
+def _measured(options: Options, environment: dict) -> Iterator[dict]:
+    """The rows of what was asked for, one at a time; they go to `options.out`.
 
     Raises:
       ConfigError: there is no GPU, or no such operation or spec.
@@ -102,38 +138,35 @@ def kernels(options: Options, environment: dict) -> Iterator[dict]:
         raise ConfigError(
             f"kernels are timed on an NVIDIA GPU, Hopper or Blackwell; here is {rows.device_name()}"
         )
-    every = [op for op in deviceless.ops() if op != "ladder"]  # see bench.ladder
+    every = [op for op in ops() if op != "ladder"]  # steps of a lesson, not of a model
     if unknown := sorted(set(options.op or ()) - {*every}):
         raise ConfigError(f"there is no operation {unknown[0]!r}; there are {every}")
-    ops = options.op or every
-    known = {name for op in ops for name in deviceless.specs_of(op).SPECS}
+    chosen = options.op or every
+    known = {name for op in chosen for name in specs_of(op).SPECS}
     if unknown := sorted(set(options.spec or ()) - known):
         raise ConfigError(f"no operation has a spec {unknown[0]!r}; there are {sorted(known)}")
-    for measured in _measured(options, ops, device):
-        row = rows.rounded({"kind": "kernel", **environment, **measured})
+    jobs = [job for op in chosen for job in _jobs(options, op, device)]
+    if options.jobs > 1:
+        measured = side_by_side(jobs, options.jobs, compile_job, measure_job)
+    else:
+        measured = (row for job in jobs for row in rows_of(job, device, measure))
+    for one in measured:
+        row = rows.rounded({"kind": "kernel", **environment, **one})
         rows.append(options.out, row)
         yield row
 
 
-def _measured(options: Options, ops: Sequence[str], device: Device) -> Iterator[dict]:
-    """The rows of what was asked for, without the fields that all share."""
-    jobs: list[Job] = []
-    for op in ops:
-        every = deviceless.specs_of(op).SPECS
-        asked = [name for name in every if not options.spec or name in options.spec]
-        has_kernel = deviceless.specs_on(op, device)
-        if without := [name for name in asked if name not in has_kernel]:
-            _log.warning("%s has no kernel for %s: %s skipped", op, device.name, ", ".join(without))
-        jobs += [Job(op, name, options.configs) for name in asked if name in has_kernel]
-    if options.jobs > 1:
-        yield from side_by_side(jobs, options.jobs, compile_job, measure_job)
-        return
-    for job in jobs:
-        yield from rows_of(job, device, measure)
+def _jobs(options: Options, op: str, device: Device) -> list[Job]:
+    """The specs of an operation that were asked for and have a kernel; others are logged."""
+    asked = [name for name in specs_of(op).SPECS if not options.spec or name in options.spec]
+    has_kernel = specs_on(op, device)
+    if without := [name for name in asked if name not in has_kernel]:
+        _log.warning("%s has no kernel for %s: %s skipped", op, device.name, ", ".join(without))
+    return [Job(op, name, options.configs) for name in asked if name in has_kernel]
 
 
 def rows_of(job: Job, device: Device, measure: Callable[[Case, str], Any]) -> Iterator[Any]:
-    """What `measure` makes of each case of a job; a case that fails is logged, and the others are still measured."""
+    """What `measure` makes of each case of a job; a case that fails is logged."""
     for case in cases(job.op, [job.spec], device if job.configs else None):
         try:
             made = measure(case, device.name)
@@ -141,6 +174,28 @@ def rows_of(job: Job, device: Device, measure: Callable[[Case, str], Any]) -> It
             log_failure(job.op, job.spec, error)
         else:
             yield made
+
+
+def compile_job(job: Job, turn: contextlib.AbstractContextManager) -> bool:
+    """Compiles the cases of a job onto disk; whether all references are compiled too."""
+    compiled = list(_in_child(job, lambda case, chip: Prepared(case).reference is not None))
+    return bool(compiled) and all(compiled)
+
+
+def measure_job(job: Job, turn: contextlib.AbstractContextManager) -> list[dict]:
+    """The rows of a job, without the fields that all rows share."""
+
+    def measure(case: Case, chip: str) -> dict:
+        prepared = Prepared(case, with_reference=job.reference)
+        with turn:
+            return prepared.measure(chip)
+
+    return list(_in_child(job, measure))
+
+
+def _in_child(job: Job, measure: Callable[[Case, str], Any]) -> Iterator[Any]:
+    runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+    yield from rows_of(job, describe(jax.devices()[0]), measure)
 
 
 class Prepared:
@@ -158,7 +213,7 @@ class Prepared:
         self._kernel = Program(_retraced(case.function), case.shapes)
         self.reference = None
         if with_reference:
-            options = getattr(deviceless.specs_of(case.op), "REFERENCE_OPTIONS", None)
+            options = getattr(specs_of(case.op), "REFERENCE_OPTIONS", None)
             with dispatch.references(), self._tried():
                 self.reference = Program(_retraced(case.function), case.shapes, options)
 
@@ -245,3 +300,16 @@ def _max_relative_error(found: Any, wanted: Any) -> jax.Array:
     wide = lambda tree: [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
     far = lambda one, other: jnp.max(jnp.abs(one - other)) / jnp.max(jnp.abs(other))
     return jnp.max(jnp.stack(list(map(far, wide(found), wide(wanted)))))
+
+
+COMMAND = Command(
+    examples=("kernels --op moe --spec qwen3-moe-gate-up-256", "kernels --jobs 15 --op quantize"),
+    description="""
+Times every operation of pallas_kernels on the shapes of real models (its specs), with arguments
+that come from device memory and not from the L2 cache, and compares results with the jnp reference,
+compiled by XLA. Needs a Hopper or Blackwell GPU.
+""",
+    options=Options,
+    run=run,
+    removed={"--ladder": "it is `python -m lab ladder` in a clone of the repository"},
+)

@@ -18,9 +18,9 @@ _PERCENTILES = (50, 90, 99)
 class Outcome:
     """One request. Times are `time.perf_counter()`; `first` and `last` are arrivals of tokens.
 
-    `code` is its final gRPC status. `acceptance` comes from the server's usage, which only a complete
-    stream contains. `counted` is the server's number of tokens where their ids are not sent. `arrivals` are those of
-    all messages with tokens.
+    `code` is its final gRPC status. `acceptance` comes from the server's usage, which only a
+    complete stream contains. `counted` is the server's number of tokens where their ids are not
+    sent. `arrivals` are those of all messages with tokens.
     """
 
     sent: float
@@ -45,8 +45,8 @@ class Outcome:
     def latency(self, name: str) -> float | None:
         """Milliseconds of "ttft", "tpot" or "e2e"; None if undefined.
 
-        With speculation several tokens arrive per message, so time per output token counts tokens, not
-        messages: (e2e - ttft) / (tokens - 1).
+        With speculation several tokens arrive per message, so time per output token counts tokens,
+        not messages: (e2e - ttft) / (tokens - 1).
         """
         if self.first is None:
             return None
@@ -107,8 +107,8 @@ def figures(outcomes: Sequence[Outcome], seconds: float, limits: Mapping[str, fl
 def gap_figures(outcomes: Sequence[Outcome], begin: float) -> dict:
     """Row fields about the milliseconds between two messages of a stream, over all streams.
 
-    `gap_max_at` is the end of the longest one in seconds after `begin`, which is `time.perf_counter()`. Without two
-    messages of one stream all are None.
+    `gap_max_at` is the end of the longest one in seconds after `begin`, which is
+    `time.perf_counter()`. Without two messages of one stream all are None.
     """
     gaps = [np.diff(np.asarray(outcome.arrivals)) for outcome in outcomes]
     ends = [np.asarray(outcome.arrivals)[1:] for outcome in outcomes]

@@ -1,4 +1,5 @@
-"""Clients of a load test: processes that send requests by gRPC or HTTP and note when each message arrives.
+"""Clients of a load test: processes that send requests by gRPC or HTTP and note when each message
+arrives.
 
 Nothing here imports jax, so that a process starts soon.
 """
@@ -52,8 +53,8 @@ class Work:
     """What one process does.
 
     Args:
-      clients: number of clients, each with one call after the other; None starts every call at its `start`, without
-        a limit.
+      clients: number of clients, each with one call after the other; None starts every call at its
+        `start`, without a limit.
       seconds: repeat the calls, and begin none after this time; None makes each call once.
     """
 
@@ -68,7 +69,8 @@ class Work:
 class Loaded:
     """Outcomes in the order of the calls, or with a limit of time in any order.
 
-    `begin` is `time.perf_counter()`, `seconds` the time from there to the last end, `cpu_seconds` that of all clients.
+    `begin` is `time.perf_counter()`, `seconds` the time from there to the last end, `cpu_seconds`
+    that of all clients.
     """
 
     begin: float
@@ -275,8 +277,8 @@ def http_body(request: pb.GenerateRequest) -> bytes:
 class _HttpConnection(asyncio.Protocol):
     """A kept connection with one streamed answer after the other.
 
-    Only the last event is parsed: the client must cost less than the server. Events are expected as peagle-serve writes
-    them, each within one chunk.
+    Only the last event is parsed: the client must cost less than the server. Events are expected as
+    peagle-serve writes them, each within one chunk.
     """
 
     def __init__(self, address: str):
@@ -297,7 +299,8 @@ class _HttpConnection(asyncio.Protocol):
                 self._outcome.code = _LOST
                 return self._outcome
         self._transport.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
         )
         await self._ended

@@ -1,11 +1,12 @@
 """`peagle-bench lossless`: compares greedy output with and without speculation, token by token.
 
-Plain decoding at the largest concurrency is the reference. Every other cell (method, K, concurrency)
-decodes the same prompts. From the first difference of a text on, all its tokens count as different.
+Plain decoding at the largest concurrency is the reference. Every other cell (method, K,
+concurrency) decodes the same prompts. From the first difference of a text on, all its tokens count
+as different.
 
-Drafts of a head with random weights are almost never accepted, so acceptance would be untested. Presets
-therefore replace a share of the drafts by the reference's tokens, see `Oracle`. The acceptance rule and
-everything else are the engine's own.
+Drafts of a head with random weights are almost never accepted, so acceptance would be untested.
+Presets therefore replace a share of the drafts by the reference's tokens, see `Oracle`. The
+acceptance rule and everything else are the engine's own.
 """
 
 import gc
@@ -16,154 +17,206 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import rows, sweep
-from bench.cells import CellsConfig
-from bench.commands.lossless import Options, SubjectOptions
-from bench.compile_cells import Work, compile_all
-from bench.oracle import KNOWN, Oracle
+from bench import rows
+from bench.cells import PLAIN, Variant, Work, cells_config, compile_all, progress_bar, warm_up
+from bench.command import (
+    RESULTS,
+    CellOptions,
+    Command,
+    DeviceOptions,
+    ModelOptions,
+    check_jobs,
+    check_num_drafts,
+    check_preset,
+    exit_code,
+    option,
+)
+from bench.models import Models, random_models
+from bench.oracle import KNOWN, Oracle, RandomTimes
 from bench.presets import preset
-from bench.progress import progress_bar, warm_up
-from bench.random_models import Models, models_of
-from bench.random_times import RandomTimes
+from bench.report import show
+from bench.sweep import prompt_set, runnable
 from bench.timing import drive
-from bench.warm import WARM, warm_run
 from peagle_jax.cli import runs
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.devices import Devices
 from peagle_jax.engine.engine import Engine
-from peagle_jax.method.draft_head import DraftHead
-from peagle_jax.models import Decoder
 from peagle_jax.parallel.shares import check_shares
 from peagle_jax.sampling_params import SamplingParams
 
-_PLAIN = ("none", 0)
 _LISTED = 8  # differences in a row, at most
 _COUNTED = (
-    "prompt_tokens", "rounds", "drafted", "accepted", "acceptance_length",
-    "acceptance_per_position", "seconds",
-)  # fmt: skip
+    *("prompt_tokens", "rounds", "drafted", "accepted", "acceptance_length"),
+    *("acceptance_per_position", "seconds"),
+)
 
-Variant = tuple[str, int]
+Cells = dict[Variant, tuple[int, ...]]
+"""Concurrencies of each variant."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A model, its heads and its prompts: `prompts(n)` returns n lists of token ids."""
+class Options(CellOptions, DeviceOptions, ModelOptions):
+    """Args:
+    preset: a full-size model with random weights, as for decode-step
+    layers: the first N layers of the preset
+    seed: seed of a preset's weights and prompts
+    set: prompts: HumanEval, MT-Bench, or NAME=FILE (JSON lines, a text file, a folder of *.py);
+      not for presets
+    prompt_tokens: longest prompt of a preset, and length of prompts that are cut from text
+    prefill_chunk: tokens per prefill call
+    prefill_rows: prompts per prefill call
+    small_prefills: also compile smaller prefill programs, for calls with few tokens
+    tokens: number of tokens to compare, of all cells together
+    concurrency: requests at once
+    min_prompts: least prompts of a cell; cells of low concurrency get fewer prompts, because they
+      are slow
+    page_size: tokens per page
+    """
 
-    name: str
-    dtype: str
-    weights: str
-    target: Decoder
-    heads: dict[str, DraftHead]
+    k: tuple[int, ...] = (3, 7)
+    preset: str | None = None
+    layers: int | None = None
+    seed: int = option(0, type=int)
+    set: str = "HumanEval"
+    prompt_tokens: int = 256
+    prefill_chunk: int = 128
+    prefill_rows: int = 8
+    small_prefills: bool = False
+    tokens: int = 20_000
+    concurrency: tuple[int, ...] = (1, 32)
+    max_tokens: int = 256
+    min_prompts: int = 4
+    page_size: int = 64
+    out: Path = RESULTS / "lossless.jsonl"
+
+    def check(self) -> None:
+        if self.preset is None:
+            super().check()
+            if self.jobs > 1:
+                raise ConfigError(
+                    "--jobs compiles for shapes of a preset: add --preset, or leave it out"
+                )
+        else:
+            check_jobs(self)
+            check_num_drafts(self.k)
+            check_preset(self.preset)
+
+    @property
+    def kind(self) -> str:
+        """Of the rows: those of several devices are not part of the tables of one."""
+        return "lossless" if self.tensor_parallel == 1 else "parallel-lossless"
+
+    @property
+    def only_greedy(self) -> bool:
+        """Whether programs of rounds that are not greedy are left out."""
+        return self.adaptive == ("off",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Prompts: `prompts(n)` returns n lists of token ids; `left_out` are too long for outputs."""
+
     set: str
     prompts: Callable[[int], list[list[int]]]
-    is_random: bool
-    activations: str
-    num_devices: int = 1
     left_out: int = 0
-    """Number of prompts of the set that are too long for their outputs."""
-    made: Models | None = None
-    """Those of a preset, whose weights may be shapes."""
-
-    def engine(self, variant: Variant, config: CellsConfig, texts: jax.Array | None) -> Engine:
-        """An engine for a method and a K. `texts` are those of an `Oracle`. A choice of K or of the drafts that a round
-        verifies is made in each round, by random times."""
-        method, num_draft = variant
-        head, drafter = self.heads.get(method), None
-        if head is not None and self.is_random:
-            drafter = Oracle(self.made.drafter(method, num_draft, "argmax"), texts, num_draft)
-        numbers = dict(dtype=self.dtype, activations=self.activations)
-        config = replace(config, num_draft=num_draft, tensor_parallel=self.num_devices, **numbers)
-        times = None if config.adaptive == "off" else RandomTimes()
-        engine = Engine(self.target, head, config, drafter=drafter, times=times)
-        if engine.policy is not None:
-            engine.policy.decide_every = 1
-        return engine
 
 
-def subject_of(options: SubjectOptions) -> Subject:
-    """The preset, or the loaded model.
+def _random_texts(options: Options) -> Texts:
+    """Prompts of 1 to `--prompt-tokens` random tokens for a preset.
 
     Raises:
-      ConfigError: options that exclude each other, or a model without a tokenizer.
+      ConfigError: options that exclude each other.
     """
-    made = _model_subject(options) if options.preset is None else _preset_subject(options)
-    return replace(made, num_devices=options.tensor_parallel)
-
-
-def _preset_subject(options: SubjectOptions, *, has_shapes_only: bool = False) -> Subject:
-    """A preset with random weights, and prompts of 1 to `--prompt-tokens` random tokens.
-
-    Args:
-      has_shapes_only: for engines that compile and never run.
-    """
-    chosen, dtype = preset(options.preset, options.layers), runs.choose_dtype(options.dtype)
+    target = preset(options.preset, options.layers).target
     if options.model is not None or options.drafter or options.quantization is not None:
         raise ConfigError("--preset has random weights: drop --model, --drafter and --quantization")
-    longest = options.prompt_tokens + options.max_tokens
-    if longest > chosen.target.max_position:
-        raise ConfigError(
-            f"{chosen.name} has {chosen.target.max_position} positions; ask for fewer"
-        )
-    rules = dict(dtype=dtype, num_devices=options.tensor_parallel)
-    if has_shapes_only:
-        models = Models.shapes(chosen, options.methods, **rules)
-    else:
-        models = models_of(chosen, options.methods, seed=options.seed, **rules)
+    if options.prompt_tokens + options.max_tokens > target.max_position:
+        raise ConfigError(f"{options.preset} has {target.max_position} positions; ask for fewer")
 
     def prompts(count: int) -> list[list[int]]:
         rng = np.random.default_rng(options.seed)
         lengths = rng.integers(1, options.prompt_tokens + 1, count)
-        return [rng.integers(0, chosen.target.vocab_size, length).tolist() for length in lengths]
+        return [rng.integers(0, target.vocab_size, length).tolist() for length in lengths]
 
-    return Subject(
-        name=chosen.name,
-        dtype=dtype,
-        weights=chosen.weights,
-        target=models.target,
-        heads=models.heads,
-        set="random tokens",
-        prompts=prompts,
-        is_random=True,
-        activations=options.activations,
-        made=models,
-    )
+    return Texts(set="random tokens", prompts=prompts)
 
 
-def _model_subject(options: SubjectOptions) -> Subject:
-    """The embedded model or `--model`, and prompts of `--set`, repeated if they are too few."""
-    models = sweep.Models.load(options)
-    name, found = sweep.prompt_set(
+def _subject(options: Options) -> tuple[Models, Texts]:
+    """The models to compare, on all devices, and their prompts; of a set, repeated if too few.
+
+    Raises:
+      ConfigError: options that exclude each other, no tokenizer, or devices that cannot share.
+    """
+    if options.preset is not None:
+        texts = _random_texts(options)
+        models = random_models(
+            preset(options.preset, options.layers),
+            options.methods,
+            dtype=runs.choose_dtype(options.dtype),
+            seed=options.seed,
+            num_devices=options.tensor_parallel,
+        )
+        return replace(models, activations=options.activations), texts
+    models = Models.load(options)
+    name, found = prompt_set(
         options.set, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=None
     )
     if models.tokenizer is None:
         raise ConfigError(f"{options.model}: has no tokenizer, so it cannot read the set {name}")
     most = models.target.config.max_position
     config = EngineConfig(max_model_len=max(1, most - options.max_tokens + 1))
-    pool, left_out = models.runnable(name, found, SamplingParams(), config)
+    pool, left_out = runnable(models, name, found, SamplingParams(), config)
     devices = Devices(options.tensor_parallel)
     for model in (models.target, *models.heads.values()):
         check_shares(model.config, devices.count)
-    return Subject(
-        name=models.name,
-        dtype=models.dtype,
-        weights=models.weights,
+    models = replace(
+        models,
         target=devices.placed(models.target),
         heads={method: devices.placed(head) for method, head in models.heads.items()},
-        set=name,
-        prompts=lambda count: list(itertools.islice(itertools.cycle(pool), count)),
-        is_random=False,
-        activations=models.activations,
-        left_out=left_out,
     )
+    prompts = lambda count: list(itertools.islice(itertools.cycle(pool), count))
+    return models, Texts(set=name, prompts=prompts, left_out=left_out)
 
 
-def lossless(options: Options, environment: dict) -> Iterator[dict]:
+def _engine(
+    models: Models, variant: Variant, config: EngineConfig, texts: jax.Array | None
+) -> Engine:
+    """An engine for a method and a K. `texts` are those of an `Oracle`. A choice of K is made in
+    each round, by random times."""
+    method, num_draft, adaptive = variant
+    head, drafter = models.heads.get(method), None
+    if head is not None and models.is_random:
+        drafter = Oracle(models.drafter(method, num_draft), texts, num_draft)
+    config = replace(
+        config,
+        num_draft=num_draft,
+        adaptive=adaptive,
+        dtype=models.dtype,
+        activations=models.activations,
+    )
+    times = None if adaptive == "off" else RandomTimes()
+    engine = Engine(models.target, head, config, drafter=drafter, times=times)
+    if engine.policy is not None:
+        engine.policy.decide_every = 1
+    return engine
+
+
+def run(options: Options) -> int:
+    """Compares every cell, a row each, and prints them; 1 if a token differs."""
+    done = list(compare(options, options.environment()))
+    show("lossless", done, options.out)
+    if any(row["tokens_differing"] for row in done):
+        return 1
+    return exit_code(max(row["prompts_left_out"] for row in done))
+
+
+def compare(options: Options, environment: dict) -> Iterator[dict]:
     """Compares every cell, a row at a time; rows go to `options.out`.
 
     Raises:
@@ -171,44 +224,39 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
     """
     if options.jobs > 1:
         compile_all(work(options), options.jobs, partial(print, file=sys.stderr))
-    subject = subject_of(options)
-    cells = _cells(options, list(subject.heads))
-    prompts = subject.prompts(_num_prompts(options, cells))
+    models, source = _subject(options)
+    cells = _cells(options, list(models.heads))
+    prompts = source.prompts(_num_prompts(options, cells))
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
     reference: list[list[int]] = []
     texts = None
     shares = [_share(options, len(prompts), c) for some in cells.values() for c in some]
     with progress_bar(total=len(prompts) + sum(shares), unit="text") as bar:
-        for variant, adaptive, todo in _engines(options, cells):
+        for variant, todo in _engines(options, cells).items():
             bar.set_description(title := f"{variant[0]} K={variant[1]}")
             start = time.perf_counter()
-            config = replace(_config(options, prompts, todo), adaptive=adaptive)
-            engine = subject.engine(variant, config, texts)
-            warm_up(engine, title)
+            engine = _engine(models, variant, _config(options, prompts, todo), texts)
+            warm_up(engine, title, only_greedy=options.only_greedy)
             compiled = time.perf_counter() - start
             for concurrency in todo:
                 bar.set_description(f"{title} x{concurrency}")
-                some = prompts[: _share(options, len(prompts), concurrency)]
-                decode = partial(
-                    drive, engine, some, params, concurrency=concurrency, on_finished=bar.update,
-                    reads_prefix_cache=False,
-                )  # fmt: skip
+                run = drive(
+                    engine,
+                    prompts[: _share(options, len(prompts), concurrency)],
+                    params,
+                    concurrency=concurrency,
+                    on_finished=bar.update,
+                )
                 if not reference:
-                    reference = decode().outputs
+                    reference = run.outputs
                     whole = [one + two for one, two in zip(prompts, reference, strict=True)]
                     texts = text_table(whole, engine.config)
-                    if not options.warm:
-                        continue
-                if options.warm:
-                    run = warm_run(engine, some, reference, concurrency=concurrency)
-                    bar.update(len(some))
-                else:
-                    run = decode()
-                row = _row(options, subject, variant, concurrency, reference, run)
+                    continue
+                row = _row(options, models, source, variant, concurrency, reference, run)
                 row["variant"] = "peers" if engine.config.gather == "peers" else None
                 row |= {"rounds_per_call": engine.config.repeat, "compile_seconds": compiled}
                 if engine.policy is not None:
-                    row |= {"adaptive": adaptive, "choices": engine.policy.num_changes}
+                    row |= {"adaptive": variant.adaptive, "choices": engine.policy.num_changes}
                 row |= environment
                 rows.append(options.out, rows.rounded(row))
                 bar.write(_progress(row), file=sys.stderr)
@@ -217,56 +265,49 @@ def lossless(options: Options, environment: dict) -> Iterator[dict]:
             gc.collect()  # its cache, before the next one is made
 
 
-Cells = dict[tuple[Variant, str], tuple[int, ...]]
-
-
-def _engines(options: Options, cells: Cells) -> list[tuple[Variant, str, tuple[int, ...]]]:
-    """Method and K, what chooses K, and concurrencies of each engine; first the reference's."""
-    plain = tuple(dict.fromkeys((max(options.concurrency), *cells.get((_PLAIN, "off"), ()))))
-    return [
-        (_PLAIN, "off", plain),
-        *((*one, todo) for one, todo in cells.items() if one[0] != _PLAIN),
-    ]
+def _engines(options: Options, cells: Cells) -> Cells:
+    """Concurrencies of each engine; first the reference's."""
+    plain = tuple(dict.fromkeys((max(options.concurrency), *cells.get(PLAIN, ()))))
+    return {PLAIN: plain} | {one: todo for one, todo in cells.items() if one != PLAIN}
 
 
 def work(options: Options) -> list[Work]:
     """The engines of a command over a preset, for `compile_all`."""
     drafting = [method for method in options.methods if method != "none"]
     engines = _engines(options, _cells(options, drafting))
-    return [Work(_shaped_engine, options, engine) for engine in engines]
+    return [Work(_shaped_engine, options, one, options.only_greedy) for one in engines.items()]
 
 
 @cache
-def _shapes(options: Options) -> Subject:
-    return replace(
-        _preset_subject(options, has_shapes_only=True), num_devices=options.tensor_parallel
+def _shapes(options: Options) -> Models:
+    models = Models.random(
+        preset(options.preset, options.layers),
+        options.methods,
+        dtype=runs.choose_dtype(options.dtype),
+        num_devices=options.tensor_parallel,
+        has_shapes_only=True,
     )
+    return replace(models, activations=options.activations)
 
 
-def _shaped_engine(
-    options: Options, variant: Variant, adaptive: str, concurrencies: tuple[int, ...]
-) -> Engine:
+def _shaped_engine(options: Options, variant: Variant, concurrencies: tuple[int, ...]) -> Engine:
     """An engine with shapes for weights and texts."""
-    subject = _shapes(options)
-    prompts = subject.prompts(_num_prompts(options, _cells(options, list(subject.heads))))
-    config = replace(_config(options, prompts, concurrencies), adaptive=adaptive)
-    width = min(config.max_model_len, subject.target.config.max_position)
+    models = _shapes(options)
+    cells = _cells(options, list(models.heads))
+    prompts = _random_texts(options).prompts(_num_prompts(options, cells))
+    config = _config(options, prompts, concurrencies)
+    width = min(config.max_model_len, models.target.config.max_position)
     texts = jax.ShapeDtypeStruct((len(prompts), width), jnp.int32)
-    return subject.engine(variant, config, texts)
+    return _engine(models, variant, config, texts)
 
 
 def _cells(options: Options, drafting: Sequence[str]) -> Cells:
-    """Concurrencies to compare by method, K, and what chooses K; the reference is plain decoding at the largest one."""
+    """Concurrencies to compare; the reference is plain decoding at the largest one."""
     across = tuple(sorted(set(options.concurrency), reverse=True))
-    cells = {
-        ((method, k), adaptive): across
-        for method in drafting
-        for k in options.k
-        for adaptive in options.adaptive
-    }
-    plain = across if options.warm else across[1:]
-    if "none" in options.methods and plain:
-        cells = {(_PLAIN, "off"): plain} | cells
+    variants = itertools.starmap(Variant, itertools.product(drafting, options.k, options.adaptive))
+    cells = dict.fromkeys(variants, across)
+    if "none" in options.methods and across[1:]:
+        cells = {PLAIN: across[1:]} | cells
     if not cells:
         raise ConfigError("nothing to compare: no head to draft, and one concurrency only")
     return cells
@@ -279,30 +320,29 @@ def _num_prompts(options: Options, cells: Cells) -> int:
 
 
 def _share(options: Options, num_prompts: int, concurrency: int) -> int:
-    """Prompts of a cell. Cells of low concurrency get fewer, or they would take most of the time."""
+    """Prompts of a cell. Cells of low concurrency get fewer, or they would take most of the
+    time."""
     proportional = math.ceil(num_prompts * concurrency / max(options.concurrency))
     return min(num_prompts, max(options.min_prompts, proportional))
 
 
 def _config(
     options: Options, prompts: list[list[int]], concurrencies: tuple[int, ...]
-) -> CellsConfig:
+) -> EngineConfig:
     """Sizes of an engine, equal for all cells except the number of drafts."""
     longest = max(map(len, prompts)) + options.max_tokens + 2 * max(options.k) + 1
-    most = max(options.concurrency)
-    return CellsConfig(
-        concurrencies=concurrencies,
+    most = max(concurrencies)
+    return cells_config(
+        concurrencies,
         max_num_seqs=most,
         max_model_len=-(-longest // options.page_size) * options.page_size,
         page_size=options.page_size,
         prefill_chunk=options.prefill_chunk,
         prefill_rows=min(options.prefill_rows, most),
         small_prefills=options.small_prefills,
-        prefix_caching=options.warm,
         rounds_per_call=options.rounds_per_call,
         tensor_parallel=options.tensor_parallel,
         gather=options.gather,
-        only_greedy=options.adaptive == ("off",),
     )
 
 
@@ -320,50 +360,45 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return next((place for place, (a, b) in pairs if a != b), None)
 
 
-def kind(options: Options) -> str:
-    """Kind of the rows: those of several devices are not part of the tables of one."""
-    if options.warm:
-        return "lossless-warm"
-    return "lossless" if options.tensor_parallel == 1 else "parallel-lossless"
-
-
 def _row(
-    options: Options, subject: Subject, variant: Variant, concurrency: int, reference, run
+    options: Options,
+    models: Models,
+    source: Texts,
+    variant: Variant,
+    concurrency: int,
+    reference: list[list[int]],
+    run,
 ) -> dict:
     outputs, row = run.outputs, run.as_row()
     wanted = reference[: len(outputs)]
     differences = [first_difference(*pair) for pair in zip(wanted, outputs, strict=True)]
     ends = [max(map(len, pair)) for pair in zip(wanted, outputs, strict=True)]
-    differing = [
-        end - place for end, place in zip(ends, differences, strict=True) if place is not None
-    ]
-    several = dict(tensor_parallel=subject.num_devices, seed=options.seed)
+    places = [(text, place) for text, place in enumerate(differences) if place is not None]
+    several = dict(tensor_parallel=options.tensor_parallel, seed=options.seed)
     return {
-        "kind": kind(options),
-        "model": subject.name,
-        "dtype": subject.dtype,
-        "weights": subject.weights,
-        "activations": subject.activations,
-        "layers": subject.target.config.num_layers,
-        **({} if subject.num_devices == 1 else several),
-        "set": subject.set,
-        "method": variant[0],
-        "num_speculative_tokens": variant[1],
+        "kind": options.kind,
+        "model": models.name,
+        "dtype": models.dtype,
+        "weights": models.weights,
+        "activations": models.activations,
+        "layers": models.target.config.num_layers,
+        **({} if options.tensor_parallel == 1 else several),
+        "set": source.set,
+        "method": variant.method,
+        "num_speculative_tokens": variant.num_draft,
         "concurrency": concurrency,
         "max_tokens": options.max_tokens,
         "temperature": 0.0,
-        "oracle": KNOWN if subject.is_random and variant != _PLAIN else None,
+        "oracle": KNOWN if models.is_random and variant != PLAIN else None,
         "reference_concurrency": max(options.concurrency),
-        "prompts_left_out": subject.left_out,
+        "prompts_left_out": source.left_out,
         "texts": len(outputs),
         "texts_equal": differences.count(None),
         "tokens_compared": sum(map(len, wanted)),
-        "tokens_differing": sum(differing),
+        "tokens_differing": sum(ends[text] - place for text, place in places),
         "distinct_tokens": len(set(itertools.chain(*wanted))),
-        "parted_at": [[text, place] for text, place in enumerate(differences) if place is not None][
-            :_LISTED
-        ],
-        **{name: row[name] for name in (*_COUNTED, *(WARM if options.warm else ()))},
+        "parted_at": [list(one) for one in places[:_LISTED]],
+        **{name: row[name] for name in _COUNTED},
     }
 
 
@@ -371,5 +406,29 @@ def _progress(row: dict) -> str:
     return (
         f"{row['method']} K={row['num_speculative_tokens']} x{row['concurrency']}: "
         f"{row['tokens_differing']} of {row['tokens_compared']:,} tokens differ, AL "
-        f"{row['acceptance_length']:.2f}; {row['seconds']:.1f} s, compiled in {row['compile_seconds']:.0f} s"
+        f"{row['acceptance_length']:.2f}; {row['seconds']:.1f} s, compiled in "
+        f"{row['compile_seconds']:.0f} s"
     )
+
+
+COMMAND = Command(
+    examples=(
+        "lossless --preset qwen3-coder-30b-a3b-fp8 -K 3,7 --tokens 100000",
+        "lossless --concurrency 1,8,32",
+        "lossless -K 7 --adaptive load --tokens 100000",
+    ),
+    description="""
+Decodes the same prompts in every cell (a method, a K and a concurrency), and compares each output
+with the reference: plain decoding at the largest concurrency. Exit code 1 if a token differs.
+
+A preset has random weights, made on the device, and prompts of random tokens. Drafts of random
+heads are almost never right, so seven of ten drafts are replaced by the reference's tokens. Drafts
+are then both accepted and rejected. Without --preset the embedded model or --model is compared.
+
+With --adaptive load the engine chooses K by times that are drawn at random, so that it changes in
+nearly every call.
+""",
+    options=Options,
+    run=run,
+    removed={"--warm": "the tests of the prefix cache compare cached texts; leave it out"},
+)

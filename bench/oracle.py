@@ -1,5 +1,11 @@
-"""A drafter that knows a share of a text, for heads with random weights, whose own drafts are never right."""
+"""Made-up drafts and times for `lossless`.
 
+Drafts of a head with random weights are never right, so a drafter knows a share of the text. Times
+are drawn, so that a choice of K changes in most rounds.
+"""
+
+import random
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -7,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from peagle_jax.engine.device.program_descriptions import source_digest
+from peagle_jax.engine.host.round_times import RoundTimes
 from peagle_jax.method.drafter import Drafter, DraftInputs
 from peagle_jax.method.sampling import accept_uniforms
 
@@ -19,8 +26,9 @@ KNOWN = 0.7
 class Oracle:
     """A drafter that replaces a random share of its head's drafts by the reference's tokens.
 
-    The choice is random by request and position. A sequence is identified by its newest token and that
-    token's position; if two sequences agree in both, a draft may come from the other and be wrong.
+    The choice is random by request and position. A sequence is identified by its newest token and
+    that token's position; if two sequences agree in both, a draft may come from the other and be
+    wrong.
     """
 
     drafter: Drafter
@@ -46,3 +54,18 @@ class Oracle:
     def absorb(self, target, inputs: DraftInputs, cache: list) -> list:
         """As the drafter's own."""
         return self.drafter.absorb(target, inputs, cache)
+
+
+class RandomTimes(RoundTimes):
+    """Every shape counts as timed, and gets another time whenever times are read."""
+
+    def __init__(self):
+        super().__init__()
+        self._rng = random.Random(0)
+
+    def untimed(self, shapes):
+        return []
+
+    def seconds(self, size: int, drafts: Collection[int]) -> dict[int, float]:
+        # A factor of ten and more between two of them outweighs the tokens of their drafts.
+        return {num_draft: self._rng.lognormvariate(0, 2) for num_draft in drafts}

@@ -1,4 +1,4 @@
-"""Full-size models by name for benches with random weights: target, format of its weights, its heads.
+"""Full-size models by name for benches with random weights: target, format of its weights, heads.
 
 `gpt-oss-20b` is the released MXFP4 checkpoint, `qwen3-coder-30b-a3b` the bfloat16 one, and
 `qwen3-coder-30b-a3b-fp8` the block-quantised one.
@@ -8,11 +8,23 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from bench.command import PRESET_SUFFIX
-from bench.sizes import FORMATS, Format
 from convert.synthetic import with_layers
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.models.presets import PRESETS
 from peagle_jax.rope_config import Llama3Scaling, RopeConfig
+
+Format = Literal["bf16", "fp8", "mxfp4"]
+
+FORMATS: dict[str, tuple[Format, ...]] = {
+    "llama": ("bf16", "fp8"),
+    "mistral": ("bf16", "fp8"),
+    "qwen2": ("bf16", "fp8"),
+    "qwen3": ("bf16", "fp8"),
+    "qwen3_moe": ("bf16", "fp8"),
+    "gpt_oss": ("mxfp4",),
+    "gemma4": ("bf16", "fp8"),
+}
+"""Formats of the released checkpoints, by family."""
 
 PEAGLE_LAYERS = 4
 """Layers of every published P-EAGLE head."""
@@ -30,9 +42,9 @@ class _Shape(NamedTuple):
 
 
 _OSS = _Shape(64, 8, 64, 14336)
-# Shapes of heads without a published config: the MLP widths of gpt-oss-20b and 120b follow from the heads'
-# 1.8e9 and 1.7e9 parameters; the other two are assumptions. All other heads have the shape of one layer
-# of their target, as the public EAGLE-3 heads of dense targets do.
+# Shapes of heads without a published config: the MLP widths of gpt-oss-20b and 120b follow from the
+# heads' 1.8e9 and 1.7e9 parameters; the other two are assumptions. All other heads have the shape
+# of one layer of their target, as the public EAGLE-3 heads of dense targets do.
 _SHAPES = {
     "gpt-oss-20b": _OSS,
     "gpt-oss-120b": _OSS._replace(intermediate_size=11520),
@@ -63,13 +75,16 @@ class Preset:
         return _WEIGHTS.get(self.format, self.format)
 
     def head(self, method: Literal["eagle3", "peagle"]) -> DrafterConfig:
-        """The head for this target: P-EAGLE with four layers, embedding and logits of its own over the
-        whole vocabulary; EAGLE-3 with one layer, the target's embedding and 32000 draft tokens.
+        """The head for this target: P-EAGLE with four layers, embedding and logits of its own over
+        the whole vocabulary; EAGLE-3 with one layer, the target's embedding and 32000 draft tokens.
         """
         target, parallel = self.target, method == "peagle"
         dense = (
-            target.num_heads, target.num_kv_heads, target.head_dim, target.intermediate_size,
-        )  # fmt: skip
+            target.num_heads,
+            target.num_kv_heads,
+            target.head_dim,
+            target.intermediate_size,
+        )
         shape = _SHAPES.get(self.base, _Shape(*dense))
         L, V = target.num_layers, target.vocab_size
         return DrafterConfig(
@@ -107,7 +122,8 @@ def preset(name: str, layers: int | None = None, selector_rank: int = 0) -> Pres
     """A full-size model by name.
 
     Args:
-      name: of `peagle_jax.models.presets`; with "-fp8" its linear layers are fp8 in blocks of 128 x 128.
+      name: of `peagle_jax.models.presets`; with "-fp8" its linear layers are fp8 in blocks of 128 x
+        128.
       layers: number of first layers to keep; the name then states it.
       selector_rank: see `Preset`.
     Raises:

@@ -1,23 +1,28 @@
-"""`peagle-serve` on a full-size model with random weights: `python -m bench.random_server --preset NAME OPTIONS`.
+"""`peagle-serve` on a full-size model with random weights, and its engine without the service.
 
-OPTIONS are those of peagle-serve. What the model is made of goes by an environment variable to the process that makes
-the engine.
+`python -m bench.random_server --preset NAME OPTIONS`; OPTIONS are those of peagle-serve. What the
+model is made of goes by an environment variable to the process that makes the engine. The process
+that loads the server must not use the device, whose memory the server holds, so the bare engine has
+a process of its own too.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import string
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bench.command import PRESET_SUFFIX, check_preset
 from peagle_jax.config import ConfigError
 from peagle_jax.models.presets import PRESETS
+from peagle_jax.sampling_params import SamplingParams
 from serving.settings import Settings
 
 if TYPE_CHECKING:
@@ -48,7 +53,8 @@ class RandomModel:
 
 
 def make_engine(settings: Settings) -> "Engine":
-    """The engine of the settings with the model that the environment describes; raises as `random_engine` does."""
+    """The engine of the settings with the model that the environment describes; raises as
+    `random_engine` does."""
     return random_engine(RandomModel(**json.loads(os.environ[_VARIABLE])), settings)
 
 
@@ -62,8 +68,8 @@ def random_engine(model: RandomModel, settings: Settings, num_pages: int | None 
       ConfigError: settings of models in folders, or a model that cannot be made.
     """
     # Imported here: the process that serves the ports needs no jax.
+    from bench.models import Models
     from bench.presets import preset
-    from bench.random_models import Models
     from bench.synthetic import Scattered, synthetic_acceptance
     from peagle_jax.models.weight_order import order_weights
     from peagle_jax.text.tokenizer import Tokenizer
@@ -75,7 +81,7 @@ def random_engine(model: RandomModel, settings: Settings, num_pages: int | None 
     config, method = sized_config(settings), settings.method or "peagle"
     if num_pages is not None:
         config = replace(config, num_pages=num_pages)
-    made = Models.make(
+    made = Models.random(
         preset(model.preset, model.layers),
         [method],
         dtype=config.dtype,
@@ -86,18 +92,98 @@ def random_engine(model: RandomModel, settings: Settings, num_pages: int | None 
     head, drafter, accept = made.heads.get(method), None, None
     if head is not None and config.num_draft:
         drafter = made.drafter(method, config.num_draft, config.draft_sampling)
-        drafter = Scattered(drafter, made.preset.target.vocab_size, config.num_draft)
+        drafter = Scattered(drafter, made.target.config.vocab_size, config.num_draft)
         if model.synthetic_acceptance_length is not None:
             accept = synthetic_acceptance(model.synthetic_acceptance_length, config.num_draft)
     tokenizer = None if model.tokenizer is None else Tokenizer(model.tokenizer)
-    parts = dict(tokenizer=tokenizer, drafter=drafter, accept=accept)
-    return engine_of(settings, config, made.target, head, **parts)
+    return engine_of(
+        settings, config, made.target, head, tokenizer=tokenizer, drafter=drafter, accept=accept
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Requests of a load, as `load_clients.Call` has them.
+
+    Args:
+      warm_up: the same, fewer or shorter, before the time counts.
+      concurrency: requests at once; None gives each to the engine at its start.
+      starts: seconds after the beginning.
+    """
+
+    prompts: Sequence[list[int]]
+    params: Sequence[SamplingParams]
+    warm_up: Sequence[SamplingParams]
+    concurrency: int | None
+    starts: Sequence[float] | None = None
+
+
+def in_child(function: Callable, *arguments) -> Any:
+    """The result of a function in a process of its own, which has ended when this returns or
+    raises.
+
+    Raises:
+      ConfigError: the process ended without a result.
+      Exception: what the function raised.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_send, args=(theirs, function, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        result = ours.recv()
+    except EOFError as error:
+        raise ConfigError("the process of the bare engine ended without a result") from error
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _send(pipe: Connection, function: Callable, arguments: tuple) -> None:
+    try:
+        pipe.send(function(*arguments))
+    except Exception as error:  # the first process raises it
+        pipe.send(error)
+
+
+def measure_bare(
+    model: RandomModel, options: Sequence[str], num_pages: int, cells: Sequence[Cell]
+) -> list[dict]:
+    """Fields of `Measurement.as_row` for each cell, and the tokens of all texts as `outputs`.
+
+    Args:
+      options: of the server.
+      num_pages: of the server. Its number is a shape of every program, and free memory differs
+        from start to start.
+    """
+    from bench.timing import drive
+    from peagle_jax.cli import runs
+    from serving.sources import resolve
+
+    settings, _ = resolve(options)
+    if not settings.no_cache:
+        runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+    engine = random_engine(model, settings, num_pages)
+    runs.warm_up(engine)
+    found = []
+    for cell in cells:
+        at_once = cell.concurrency or len(cell.prompts)
+        drive(engine, cell.prompts, cell.warm_up, concurrency=at_once)
+        driven = drive(engine, cell.prompts, cell.params, concurrency=at_once, starts=cell.starts)
+        found.append(driven.as_row() | {"outputs": driven.outputs})
+    return found
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Writes tokenizer.json: the bytes, then made-up tokens of a few letters, every second with a space in front.
+    """Writes tokenizer.json: the bytes, then made-up tokens of a few letters, every second with a
+    space in front.
 
-    A text is encoded byte by byte; each id has a text of its own, so that decoding is the work of a real model.
+    A text is encoded byte by byte; each id has a text of its own, so that decoding is the work of a
+    real model.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

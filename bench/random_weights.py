@@ -1,8 +1,9 @@
-"""Full-size models with random weights, generated on the device: no files, no host-to-device copies.
+"""Full-size models with random weights, generated on the device: no files, no host-to-device
+copies.
 
-Modules are built abstractly, and a small program per shape and format generates each parameter, so peak
-memory is little more than the weights. Norms are ones and matrices have the standard deviation of `build`,
-so activations stay in the range of a real model; the output is meaningless.
+Modules are built abstractly, and a small program per shape and format generates each parameter, so
+peak memory is little more than the weights. Norms are ones and matrices have the standard deviation
+of `build`, so activations stay in the range of a real model; the output is meaningless.
 """
 
 import functools
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bench.sizes import QUANTISED, Format
+from bench.presets import Format
 from pallas_kernels.formats import BLOCK, GROUP
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.devices import ONE_DEVICE, Devices, local_modules
@@ -23,6 +24,8 @@ from peagle_jax.models import Decoder, build
 from peagle_jax.models.layers import INIT_STD
 from peagle_jax.parallel.shares import check_shares
 
+QUANTISED = {"qkv", "out", "gate_up", "down"}
+"""Modules whose matrices a quantised checkpoint quantises."""
 FP8_SPREAD = 100.0
 """Standard deviation of fp8 values: the largest of a block of normals (4.2 of them) is near 448."""
 _FP8_MAX = 448.0
@@ -34,12 +37,7 @@ Path = tuple[str | int, ...]
 
 
 def random_target(
-    config: TargetConfig,
-    form: Format,
-    *,
-    dtype: str,
-    seed: int = 0,
-    devices: Devices = ONE_DEVICE,
+    config: TargetConfig, form: Format, *, dtype: str, seed: int = 0, devices: Devices = ONE_DEVICE
 ) -> Decoder:
     """A target whose matrices have the format `form`, as in the released checkpoints.
 
@@ -50,7 +48,8 @@ def random_target(
       dtype: of unquantised parameters.
       devices: share each parameter as soon as it is made.
     Raises:
-      ConfigError: mxfp4 for a model without experts, or a width that is not a multiple of the group size.
+      ConfigError: mxfp4 for a model without experts, or a width that is not a multiple of the group
+        size.
     """
     model = nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0)))
     narrow = INIT_STD / math.sqrt(2 * config.num_layers)
@@ -69,7 +68,8 @@ def random_target(
 def random_head(
     config: DrafterConfig, *, dtype: str, seed: int = 1, devices: Devices = ONE_DEVICE
 ) -> DraftHead:
-    """A head in `dtype`, shared by `devices`; its draft tokens are spread evenly over the vocabulary."""
+    """A head in `dtype`, shared by `devices`; its draft tokens are spread evenly over the
+    vocabulary."""
     head = nnx.eval_shape(lambda: DraftHead(config, dtype=dtype, rngs=nnx.Rngs(0)))
     _fill(head, "bf16", lambda path: INIT_STD, seed, devices)
     if head.d2t is not None:
@@ -84,11 +84,7 @@ def num_bytes(*modules: nnx.Module) -> int:
 
 
 def _fill(
-    module: nnx.Module,
-    form: Format,
-    spread: Callable[[Path], float],
-    seed: int,
-    devices: Devices,
+    module: nnx.Module, form: Format, spread: Callable[[Path], float], seed: int, devices: Devices
 ) -> None:
     """Replaces the abstract parameters of `module` by random ones; quantised ones get a scale."""
     if devices.count > 1:
@@ -136,7 +132,8 @@ def _is_quantised(form: Format, path: Path, shape: tuple[int, ...]) -> bool:
 
 
 def _key(seed: int, path: Path) -> jax.Array:
-    """One key per parameter, derived from its path, so that the order of filling does not matter."""
+    """One key per parameter, derived from its path, so that the order of filling does not
+    matter."""
     return jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(map(str, path)).encode()))
 
 
@@ -169,7 +166,8 @@ def _ones(shape: tuple[int, ...], dtype) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _fp8(key: jax.Array, std: float, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """values e4m3 [..., N, K] and scale float32 [..., ceil(N / 128), ceil(K / 128)], equal within 10 %."""
+    """values e4m3 [..., N, K] and scale float32 [..., ceil(N / 128), ceil(K / 128)], equal within
+    10 %."""
     *leading, N, K = shape
     of_values, of_scale = jax.random.split(key)
 

@@ -1,333 +1,85 @@
-"""`peagle-bench report`: plots, and tables between markers in the README or docs/, from stored rows.
+"""`peagle-bench report`: tables between markers in the README or docs/, and a plot, from rows.
 
     <!-- bench:throughput -->
     ... replaced ...
     <!-- /bench:throughput -->
 
-Of several rows of the same measurement, the newest is shown.
+bench/tables.toml says which rows a table has and how they look.
 """
 
+import hashlib
+import json
 import re
-from collections.abc import Callable, Sequence
+import statistics
+import struct
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
+from typing import Any
 
-from bench import (
-    filtered_page,
-    head_tables,
-    headline,
-    host_page,
-    labels,
-    ladder_page,
-    load_page,
-    parallel_page,
-    plots,
-    prefix_page,
-    replicas,
-    rows,
-    served_page,
-    structured_page,
-    tried,
-)
+from bench import rows
+from bench.command import RESULTS, Command, Options, option
+from peagle_jax.cli.plotting import figure_with_panels
 from peagle_jax.cli.runs import METHOD_NAMES
+from peagle_jax.cli.runs import table as text_table
 from peagle_jax.config import ConfigError
 
-_KEY = (
-    "kind", *labels.SETTING, "set", "method", "num_speculative_tokens", "synthetic_acceptance_length",
-    "synthetic_acceptance_rows", "synthetic_acceptance_set", "adaptive", "concurrency",
-)  # fmt: skip
-PAGES = tuple(
-    rows.RESULTS.parents[1] / name
-    for name in (
-        "README.md",
-        "docs/results.md",
-        "docs/decode-step.md",
-        "docs/training.md",
-        "peagle_jax/assets/README.md",
-    )
-)
-"""Pages of this repository that have tables; all are drawn by one call of `peagle-bench report`."""
-_KINDS = ("acceptance", "throughput", "decode-step", "lossless", "adaptive", "adaptive-step")
-"""Kinds that `newest` orders by method. Rows of cold starts have no table."""
-_RUN = ("device", "model", "dtype", "method", "num_speculative_tokens", "concurrency")
-_KEYS = {
-    "headroom": ("model", "set", "method", "num_speculative_tokens"),
-    "reference": ("engine", "model", "method", "num_speculative_tokens", "concurrency"),
-    "ablation": ("cell", "steps", "seed", "batch", "learning_rate", "texts"),
-    "trained-head": ("method", "part"),
-    "train-step": ("device", "form", "texts", "tokens", "options"),
-    "prompt-ends": ("model", "set", "method", "end", "healed"),
-    "humaneval": ("model", "temperature", "samples"),
-    "conversion": ("model", "weights", "layers"),
-    "prefix-cache": (*_RUN, "chat_tokens", "page_size"),
-    "host-round": (*_RUN, "rounds_per_call", "program", "sha"),
-    "methods": _RUN,
-    "structured": ("device", "model", "method", "num_draft", "concurrency", "mode"),
-    "structured-ends": (
-        "device",
-        "model",
-        "method",
-        "num_draft",
-        "schema",
-        "temperature",
-        "spaces",
-    ),
-    "masks": ("device", "vocab_size", "strings", "num_draft", "threads", "concurrency"),
-    "lossless-warm": (*_RUN, "layers"),
-    "filtered-step": filtered_page.KEY,
-    "repeated-step": (*_RUN, "tensor_parallel", "rounds_per_call"),
-    "served": served_page.KEY,
-    **parallel_page.KEYS,
-}
-"""Fields that identify a measurement of the other kinds."""
-_METHOD_ORDER = list(METHOD_NAMES)
+_SPEC = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
+KINDS: dict[str, list[str]] = _SPEC["kinds"]
+TABLES: dict[str, dict[str, Any]] = _SPEC["tables"]
+PRINTED: dict[str, list] = _SPEC["printed"]
+_ROOT = RESULTS.parents[1]
+PAGES = tuple(_ROOT / name for name in ("README.md", "docs/results.md", "docs/decode-step.md"))
+"""Pages that have tables; all are drawn by one call of `peagle-bench report`."""
+PLOT = "served.png"
+_PLOTTED = "served-speed"
+"""The table whose rows the plot shows."""
 _MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
-
-
-def newest(all_rows: Sequence[dict]) -> list[dict]:
-    """The last row of each measurement, by method, K and concurrency; then rows of kernels, of the kinds of
-    `_KEYS`, of randomised tests and attacks."""
-    latest: dict[tuple, dict] = {}
-    kernels: dict[tuple, dict] = {}
-    others: dict[tuple, dict] = {}
-    for row in sorted(all_rows, key=lambda row: row.get("date", "")):
-        if row["kind"] == "kernel" and row["config"] is None:  # not of a comparison of configs
-            kernels[row["device"], row["op"], row["spec"]] = row
-        if row["kind"] in _KEYS:
-            drafts = head_tables.drafts_of(row) if row["kind"] == "ablation" else None
-            others[row["kind"], drafts, *(row.get(name) for name in _KEYS[row["kind"]])] = row
-        if row["kind"] not in _KINDS:
-            continue
-        # The first rows do not say these.
-        row = {"weights": row["dtype"], "kv_cache_dtype": "auto", "activations": "bf16"} | row
-        # Concurrency changes no acceptance: a repeat with another one replaces the row.
-        fields = _KEY[: -1 if row["kind"] == "acceptance" else None]
-        length = labels.prompt_length(row) if row["kind"] == "decode-step" else None
-        latest[length, *(row.get(k) for k in fields)] = row
-    order = lambda row: (
-        _METHOD_ORDER.index(row["method"]), row["num_speculative_tokens"], row["concurrency"],
-    )  # fmt: skip
-    found = sorted(latest.values(), key=order)
-    others = [*others.values(), *tried.newest(all_rows), *ladder_page.newest(all_rows)]
-    return [*found, *kernels.values(), *others]
-
-
-def acceptance_table(measured: list[dict]) -> str:
-    """One line per prompt set, method and K; a column per position."""
-    width = max(len(row["acceptance_per_position"]) for row in measured)
-    header = ["prompts", "method", "K", "AL", *map(str, range(1, width + 1))]
-    names = list(dict.fromkeys(row["set"] for row in measured))
-    lines = []
-    for row in sorted(measured, key=lambda row: names.index(row["set"])):
-        rates = [f"{rate:.2f}" for rate in row["acceptance_per_position"]]
-        lines.append(
-            [
-                f"{row['set']} ({row['prompts']})",
-                METHOD_NAMES[row["method"]],
-                str(row["num_speculative_tokens"]),
-                f"{row['acceptance_length']:.2f}",
-                *rates,
-                *[""] * (width - len(rates)),
-            ]
-        )
-    return labels.markdown(header, lines)
-
-
-def _grid(measured: list[dict], cell: Callable[[dict], str]) -> str:
-    """Methods down, concurrencies across."""
-    across = sorted({row["concurrency"] for row in measured})
-    cells = {(labels.label(row), row["concurrency"]): cell(row) for row in measured}
-    down = list(dict.fromkeys(labels.label(row) for row in measured))
-    lines = [[label, *(cells.get((label, c), "") for c in across)] for label in down]
-    return labels.markdown(["concurrency", *map(str, across)], lines)
-
-
-def decode_step_table(measured: list[dict]) -> str:
-    """One line per method, K and concurrency: a round, its floor, and what it makes of tokens."""
-    header = [
-        "method", "prompt", "concurrency", "synthetic AL", "ms per round", "floor, ms", "of the floor", "AL", "tokens/s",
-        "time to first token, ms",
-    ]  # fmt: skip
-    lines = [
-        [
-            labels.label(row),
-            f"{labels.prompt_length(row):,}",
-            str(row["concurrency"]),
-            _or_nothing(row["synthetic_acceptance_length"], str),
-            f"{row['ms_per_round']:.2f}",
-            "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
-            "" if row["floor_ms"] is None else f"{100 * row['fraction_of_floor']:.0f} %",
-            f"{row['acceptance_length']:.2f}",
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['ttft_ms_median']:.0f}",
-        ]
-        for row in measured
-    ]
-    return labels.markdown(header, lines)
-
-
-def lossless_table(measured: list[dict]) -> str:
-    """Tokens that differ of those compared, and AL; methods down, concurrencies across, a sum below."""
-    total = lambda name: sum(row[name] for row in measured)
-    cell = lambda row: (
-        f"{row['tokens_differing']:,} of {row['tokens_compared']:,} (AL {row['acceptance_length']:.2f})"
-    )
-    beside = max(row["reference_concurrency"] for row in measured)
-    return (
-        f"{_grid(measured, cell)}\n\nBeside plain decoding at concurrency {beside}: "
-        f"{total('tokens_differing'):,} of {total('tokens_compared'):,} tokens differ."
-    )
-
-
-def kernel_table(measured: list[dict]) -> str:
-    """One line per kernel and spec, a part per device."""
-    header = ["kernel", "spec", "us", "TB/s", "of the bandwidth", "XLA, us", "times faster"]
-    parts = []
-    for device in dict.fromkeys(row["device"] for row in measured):
-        group = [row for row in measured if row["device"] == device]
-        lines = [
-            [
-                row["op"],
-                row["spec"],
-                f"{row['us']:.1f}",
-                f"{row['bytes_per_second'] / 1e12:.2f}",
-                _or_nothing(row["fraction_of_bandwidth"], lambda share: f"{100 * share:.0f} %"),
-                _or_nothing(row["reference_us"], lambda us: f"{us:.1f}"),
-                _or_nothing(row["speedup"], lambda ratio: f"{ratio:.1f}"),
-            ]
-            for row in sorted(group, key=lambda row: row["op"])
-        ]
-        parts.append(
-            f"**{device}**; {labels.provenance(group)}\n\n{labels.markdown(header, lines)}\n"
-        )
-    return "\n".join(parts)
-
-
-def conversion_table(measured: list[dict]) -> str:
-    """One line per checkpoint: speed of a conversion beside a plain copy, and peak memory."""
-    header = [
-        "checkpoint",
-        "GB",
-        "convert, s",
-        "GB/s",
-        "copy, GB/s",
-        "of the copy's speed",
-        "peak, GB",
-    ]
-    lines = [
-        [
-            f"{row['model']}, first {row['layers']} layers, {row['weights']}",
-            f"{row['bytes'] / 1e9:.1f}",
-            f"{row['seconds']:.1f}",
-            f"{row['gigabytes_per_second']:.2f}",
-            f"{row['copy_gigabytes_per_second']:.2f}",
-            f"{100 * row['ratio_to_copy']:.0f} %",
-            f"{row['peak_memory_gigabytes']:.2f}",
-        ]
-        for row in measured
-    ]
-    title = f"**{labels.listed(measured, 'device')}**; {labels.provenance(measured)}"
-    return f"{title}\n\n{labels.markdown(header, lines)}"
-
-
-def _or_nothing(value: float | None, text: Callable[[float], str]) -> str:
-    return "" if value is None else text(value)
-
-
-def _speed(row: dict) -> str:
-    ratio = row.get("ratio_to_plain")
-    speed = f"{row['tokens_per_second']:,.0f}"
-    return speed if ratio is None or row["method"] == "none" else f"{speed} ({ratio:.2f}x)"
-
-
-def _spread(row: dict) -> str:
-    """Slowest and fastest run, where a cell was run more than once."""
-    speeds = row.get("tokens_per_second_of_repeats")
-    return f"; {min(speeds):,.0f} to {max(speeds):,.0f}" if speeds else ""
-
-
-def _by_setting(draw: Callable[[list[dict]], str]) -> Callable[[list[dict]], str]:
-    """A part per device, model, formats and temperature, each with a title."""
-    part = lambda setting, group: f"{labels.title(setting, group)}\n\n{draw(group)}\n"
-    return lambda measured: "\n".join(
-        part(setting, group) for setting, group in labels.settings(measured)
-    )
-
-
-def _grids(cell: Callable[[dict], str]) -> Callable[[list[dict]], str]:
-    return _by_setting(lambda measured: _grid(measured, cell))
-
-
-TABLES: dict[str, tuple[str | tuple[str, ...], Callable[[list[dict]], str]]] = {
-    "acceptance": ("acceptance", _by_setting(acceptance_table)),
-    "throughput": ("throughput", _grids(_speed)),
-    "adaptive": ("adaptive", _grids(lambda row: _speed(row) + _spread(row))),
-    "load": ("adaptive-step", _by_setting(load_page.page(_grid))),
-    "rounds": ("throughput", _grids(lambda row: f"{row['ms_per_round']:.2f}")),
-    "decode-step": ("decode-step", _by_setting(decode_step_table)),
-    "lossless": ("lossless", _by_setting(lossless_table)),
-    "ttft": ("throughput", _grids(lambda row: f"{row['ttft_ms_median']:.0f}")),
-    "kernels": ("kernel", kernel_table),
-    "tried": (tried.KINDS, lambda measured: tried.tried_table(measured, labels.markdown)),
-    "headline": (("acceptance", "headroom"), headline.tokens_per_round),
-    "heads": ("headroom", head_tables.heads_table),
-    "ablations": ("ablation", head_tables.ablations_table),
-    "trained-heads": ("trained-head", head_tables.trained_heads_table),
-    "train-step": ("train-step", head_tables.train_step_table),
-    "prompt-ends": ("prompt-ends", head_tables.prompt_ends_table),
-    "humaneval": ("humaneval", head_tables.humaneval_table),
-    "conversion": ("conversion", conversion_table),
-    "shape": ("decode-step", headline.shape_caption),
-    "beside": (("decode-step", "reference"), headline.beside_table),
-    "reference": ("reference", headline.reference_table),
-    "lossless-sum": ("lossless", headline.lossless_sum),
-    "ladder": ("ladder", ladder_page.table),
-    "prefix": ("prefix-cache", prefix_page.saved_table),
-    "replicas": (replicas.KINDS, replicas.drawn),
-    "host": ("host-round", host_page.host_table),
-    "methods": ("methods", host_page.methods_table),
-    "lossless-warm": ("lossless-warm", prefix_page.equal_table),
-    "structured": ("structured", structured_page.rounds_table),
-    "structured-ends": ("structured-ends", structured_page.ends_table),
-    "masks": ("masks", structured_page.masks_table),
-    **parallel_page.TABLES,
-    "filtered": ("filtered-step", filtered_page.filtered_table),
-    "served": ("served", served_page.served_table),
-    "served-speed": (("served", "decode-step", "reference"), served_page.speed_table),
-    "served-figure": (("served", "decode-step"), served_page.speed_figure),
-    "hostile": ("hostile", lambda measured: tried.hostile_table(measured, labels.markdown)),
+_DEFAULTS = {"kv_cache_dtype": "auto", "activations": "bf16", "adaptive": "off", "date": ""}
+"""Fields that the first rows lack."""
+_PROTOCOLS = {"grpc": "gRPC", "http": "HTTP"}
+_AGGREGATES = {
+    "sum": sum,
+    "min": min,
+    "max": max,
+    "median": statistics.median,
+    "distinct": lambda values: len(set(values)),
+    "all": lambda values: ", ".join(dict.fromkeys(map(str, values))),
 }
-"""Table name -> (kind or kinds of rows, what they look like)."""
+"""Names of facts about several rows, with the field behind them: sum_tokens."""
+_LISTED = 4  # commits in a title, at most
+_DIGEST = "Rows"
+"""Key of the digest of the shown rows in the text of a PNG: its bytes differ between versions of
+matplotlib, the digest does not."""
 
 
-def render(name: str, measured: list[dict]) -> str:
-    """Markdown of one named table.
-
-    Raises:
-      ConfigError: no such table, or no rows for it.
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Options):
+    """Args:
+    results: folder of the rows
+    pages: pages whose bench:NAME blocks are redrawn; without it README.md and all pages that have
+      blocks, or with --results none
+    plots: folder for the plot; the folder of the rows without it
     """
-    if name not in TABLES:
-        raise ConfigError(f"unknown table bench:{name}; known are {', '.join(TABLES)}")
-    kinds, draw = TABLES[name]
-    kinds = (kinds,) if isinstance(kinds, str) else kinds
-    chosen = [row for row in measured if row["kind"] in kinds]
-    # The ladder shows predictions; served models are left out until there are rows.
-    if not chosen and name not in ("ladder", "served"):
-        raise ConfigError(f"bench:{name} needs {' or '.join(kinds)} rows and there are none")
-    return draw(chosen)
+
+    results: Path = RESULTS
+    pages: tuple[Path, ...] | None = option(None, type=Path, nargs="*", metavar="FILE")
+    plots: Path | None = None
 
 
-def update_markdown(text: str, measured: list[dict]) -> str:
-    """`text` with every marked block drawn again."""
-    return _MARKED.sub(lambda m: f"{m[1]}\n{render(m[2], measured)}\n{m[3]}", text)
-
-
-def marked(page: Path) -> list[str]:
-    """Names of the blocks of a page, in its order."""
-    return [match[2] for match in _MARKED.finditer(page.read_text(encoding="utf-8"))]
+def run(options: ReportOptions) -> int:
+    """Writes the tables and the plot, and prints the names of the files."""
+    pages = options.pages
+    if pages is None:
+        pages = PAGES if options.results.resolve() == RESULTS.resolve() else ()
+    print(*report(options.results, pages, options.plots or options.results), sep="\n")
+    return 0
 
 
 def report(results: Path, pages: Sequence[Path], folder: Path) -> list[str]:
-    """Writes the tables of all pages, and all plots that have rows. Returns the names of the files.
+    """Writes the tables of all pages, and the plot if it has rows. Returns the names of the files.
 
     A page is written only if all can be drawn.
 
@@ -340,7 +92,10 @@ def report(results: Path, pages: Sequence[Path], folder: Path) -> list[str]:
     drawn = {page: _drawn(page, measured) for page in pages}
     for page, text in drawn.items():
         page.write_text(text, encoding="utf-8")
-    return [*map(str, pages), *plots.draw(measured, folder)]
+    chosen = chosen_rows(_PLOTTED, measured)
+    if chosen:
+        _plot(chosen, folder / PLOT)
+    return [*map(str, pages), *([str(folder / PLOT)] if chosen else [])]
 
 
 def _drawn(page: Path, measured: list[dict]) -> str:
@@ -348,6 +103,265 @@ def _drawn(page: Path, measured: list[dict]) -> str:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{page}: cannot be read ({error.strerror})") from error
-    if not _MARKED.search(text):
+    if not marked(text):
         raise ConfigError(f"{page}: no <!-- bench:NAME --> ... <!-- /bench:NAME --> markers")
     return update_markdown(text, measured)
+
+
+def marked(text: str) -> list[str]:
+    """Names of the blocks of a page, in its order."""
+    return [match[2] for match in _MARKED.finditer(text)]
+
+
+def update_markdown(text: str, measured: list[dict]) -> str:
+    """`text` with every marked block drawn again."""
+    return _MARKED.sub(lambda m: f"{m[1]}\n{render(m[2], measured)}\n{m[3]}", text)
+
+
+def newest(all_rows: Iterable[dict]) -> list[dict]:
+    """The last row of each measurement of `KINDS`, with derived fields, by method, K and load."""
+    latest: dict[tuple, dict] = {}
+    for row in map(derived, all_rows):
+        if row["kind"] in KINDS:
+            key = row["kind"], *(row.get(name) for name in KINDS[row["kind"]])
+            if key not in latest or latest[key]["date"] <= row["date"]:
+                latest[key] = row
+    methods = [*METHOD_NAMES, None]
+    number = lambda row, name: row.get(name) or 0
+    order = lambda row: (
+        methods.index(row.get("method")),
+        *(number(row, name) for name in ("num_speculative_tokens", "concurrency", "rate")),
+        number(row, "api_processes"),
+        row.get("protocol", ""),
+    )
+    return sorted(latest.values(), key=order)
+
+
+def derived(row: dict) -> dict:
+    """A row with what tables say of it in words."""
+    row = _DEFAULTS | {"weights": row.get("dtype")} | row
+    made: dict[str, Any] = {"day": row["date"][:10], "close": ")"}
+    if (method := row.get("method")) in METHOD_NAMES:
+        k = f"K={row['num_speculative_tokens']}"
+        drafts = k if row["adaptive"] == "off" else f"K by {row['adaptive']}"
+        name = METHOD_NAMES[method]
+        made["label"] = name if method == "none" else f"{name} {drafts}"
+        made["method_name"] = name
+    if row.get("ratio_to_plain") and method == "none":
+        made["ratio_to_plain"] = None
+    if "prompts" in row:
+        made["prompt_length"] = row["prompt_tokens"] // row["prompts"]
+    if "dtype" in row:
+        others = [f"{row['weights']} weights"] * (row["weights"] != row["dtype"])
+        others += [f"{row['kv_cache_dtype']} KV cache"] * (row["kv_cache_dtype"] != "auto")
+        others += [f"{row['activations']} activations"] * (row["activations"] != "bf16")
+        made["formats"] = " with ".join([row["dtype"], *filter(None, [" and ".join(others)])])
+    if "temperature" in row:
+        greedy = row["temperature"] == 0
+        made["sampling"] = "greedy" if greedy else f"temperature {row['temperature']:g}"
+    for number, rate in enumerate(row.get("acceptance_per_position", ()), 1):
+        made[f"position_{number}"] = rate
+    if row["kind"] == "served":
+        made["protocol_name"] = _PROTOCOLS[row["protocol"]]
+        made["load"] = _load(row)
+        made["memory"] = ", ".join(
+            f"{one['role']} {one['resident_mib']:,.0f} MiB" for one in row.get("processes", ())
+        )
+    if "codes" in row:
+        made["statuses"] = ", ".join(f"{n:,} {code}" for code, n in row["codes"].items())
+    if "bytes_per_second" in row and row["bytes_per_second"] is not None:
+        made["terabytes_per_second"] = row["bytes_per_second"] / 1e12
+    if row.get("approximate"):
+        made["about"] = "about "
+    return row | made
+
+
+def _load(row: dict) -> str:
+    if row["rate"] is not None:
+        return f"{row['rate']:g} requests/s"
+    seconds = f", mixed lengths for {row['duration']} s" if row["duration"] else ""
+    several = f", {row['api_processes']} API processes" if row["api_processes"] > 1 else ""
+    return f"{row['concurrency']} requests{seconds}{several}"
+
+
+class Facts(dict):
+    """Fields of the newest of some rows, and facts about all of them, by name: see `_AGGREGATES`;
+    `count`, and `provenance`, their versions, commits and day."""
+
+    def __init__(self, some: Sequence[dict]):
+        super().__init__(max(some, key=lambda row: row["date"]))
+        self._rows = some
+
+    def __missing__(self, name: str) -> Any:
+        if name == "count":
+            return len(self._rows)
+        if name == "provenance":
+            many = self["distinct_sha"] > _LISTED
+            commits = f"{self['distinct_sha']} commits up to" if many else "commit"
+            shown = self["sha"] if many else self["all_sha"]
+            return f"jax {self['all_jax']}, {commits} {shown}, {self['day']}"
+        aggregate, _, field = name.partition("_")
+        by_date = sorted(self._rows, key=lambda row: row["date"])
+        values = [row[field] for row in by_date if row.get(field) is not None]
+        return _AGGREGATES[aggregate](values) if values and aggregate in _AGGREGATES else None
+
+
+def text_of(template: str | Sequence[str], facts: Facts) -> str:
+    """A template, or the parts of one; a part whose fields are not all there is empty."""
+    if not isinstance(template, str):
+        return "".join(text_of(part, facts) for part in template)
+    names = [re.split(r"[\[.]", name)[0] for _, name, _, _ in Formatter().parse(template) if name]
+    if any(facts[name] is None for name in names):
+        return ""
+    return template.format(**{name: facts[name] for name in names})
+
+
+def chosen_rows(name: str, measured: Sequence[dict]) -> list[dict]:
+    """The rows that a table shows."""
+    table = TABLES[name]
+    wanted = {
+        field: value if isinstance(value, list) else [value]
+        for field, value in table.get("where", {}).items()
+    }
+    value = lambda row, field: "" if row.get(field) is None else row[field]
+    return [
+        row
+        for row in measured
+        if row["kind"] == table["kind"]
+        and all(value(row, field) in values for field, values in wanted.items())
+    ]
+
+
+def render(name: str, measured: list[dict]) -> str:
+    """Markdown of one named table.
+
+    Raises:
+      ConfigError: no such table, or no rows for it.
+    """
+    if name not in TABLES:
+        raise ConfigError(f"unknown table bench:{name}; known are {', '.join(TABLES)}")
+    table, chosen = TABLES[name], chosen_rows(name, measured)
+    if not chosen:
+        raise ConfigError(f"bench:{name} needs {table['kind']} rows and there are none")
+    if table["layout"] == "text":
+        return text_of(table["text"], Facts(chosen))
+    draw = {"lines": _lines, "grid": _grid}[table["layout"]]
+    if "split" not in table:
+        return draw(table, chosen)
+    parts = _groups(chosen, table["split"])
+    return "\n\n".join(f"{_title(table, some)}\n\n{draw(table, some)}" for some in parts)
+
+
+def _title(table: dict, some: list[dict]) -> str:
+    facts = Facts(some)
+    device, *others = (facts[field] for field in table["split"])
+    if "prompt_length" in table["split"]:
+        others[-1] = f"{others[-1]:,} prompt tokens"
+    return f"{', '.join([f'**{device}**', *others])}; {facts['provenance']}"
+
+
+def _groups(some: Sequence[dict], fields: Sequence[str]) -> list[list[dict]]:
+    """Rows with equal fields, first seen first."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in some:
+        groups.setdefault(tuple(row.get(field) for field in fields), []).append(row)
+    return list(groups.values())
+
+
+def _lines(table: dict, some: list[dict]) -> str:
+    groups = _groups(some, table["by"]) if "by" in table else [[row] for row in some]
+    return markdown(*_cells(table["columns"], groups))
+
+
+def _cells(columns: list, groups: list[list[dict]]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines, without columns that are empty in all lines."""
+    lines = [[text_of(text, Facts(group)) for _, text in columns] for group in groups]
+    filled = [place for place in range(len(columns)) if any(line[place] for line in lines)]
+    header = [columns[place][0] for place in filled]
+    return header, [[line[place] for place in filled] for line in lines]
+
+
+def _grid(table: dict, some: list[dict]) -> str:
+    across = sorted({row["concurrency"] for row in some})
+    cells: dict[str, dict[int, str]] = {}
+    for line, text in table["lines"]:
+        for row in some:
+            facts = Facts([row])
+            if found := text_of(text, facts):
+                cells.setdefault(text_of(line, facts), {})[row["concurrency"]] = found
+    header = [table["corner"], *(f"concurrency {one}" for one in across)]
+    return markdown(
+        header, [[line, *(own.get(one, "") for one in across)] for line, own in cells.items()]
+    )
+
+
+def markdown(header: list[str], lines: list[list[str]]) -> str:
+    aligned = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, aligned, *lines))
+
+
+def show(name: str, done: Sequence[dict], out: Path) -> None:
+    """Prints the new rows of a command, in columns that have values, and the file that has them."""
+    header, lines = _cells(PRINTED[name], [[derived(row)] for row in done])
+    print(text_table(header, lines))
+    print(f"rows: {out}")
+
+
+def _plot(chosen: list[dict], path: Path) -> None:
+    """Tokens per second over concurrency: of the bare engine, and by each protocol."""
+    figure, (panel,) = figure_with_panels(1)
+    for name, style, field in (
+        ("bare engine", "--", "bare_tokens_per_second"),
+        *((protocol, "o-", "tokens_per_second") for protocol in _PROTOCOLS),
+    ):
+        own = [row for row in chosen if field in row and name in ("bare engine", row["protocol"])]
+        points = sorted({row["concurrency"]: row[field] for row in own}.items())
+        label = f"served by {_PROTOCOLS[name]}" if name in _PROTOCOLS else name
+        if points:
+            panel.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    facts, ticks = Facts(chosen), sorted({row["concurrency"] for row in chosen})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(ticks, [str(tick) for tick in ticks])
+    panel.yaxis.set_major_formatter("{x:,.0f}")
+    panel.set_ylim(bottom=0)
+    panel.set(xlabel="concurrency", ylabel="output tokens/s")
+    title = f"{facts['device']}\n{facts['model']}, {facts['formats']}, {facts['sampling']}"
+    panel.set_title(f"{title}\ncommit {facts['all_sha']}", fontsize=9)
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the software's version in it, equal rows give an equal file.
+    figure.savefig(path, dpi=120, metadata={"Software": None, _DIGEST: digest(chosen)})
+
+
+def digest(chosen: list[dict]) -> str:
+    """Digest of the rows of the plot."""
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def digest_of(path: Path) -> str | None:
+    """Digest of the rows that the PNG shows; None where it has none.
+
+    The format: RFC 2083, section 3.2 (chunks) and 4.2.3 (tEXt).
+    """
+    data, place = path.read_bytes(), 8  # after the signature
+    while place < len(data):
+        (length,) = struct.unpack_from(">I", data, place)
+        kind, body = data[place + 4 : place + 8], data[place + 8 : place + 8 + length]
+        if kind == b"tEXt" and body.startswith(_DIGEST.encode() + b"\0"):
+            return body.partition(b"\0")[2].decode("latin-1")
+        place += 12 + length
+    return None
+
+
+COMMAND = Command(
+    examples=("report",),
+    description="""
+Draws every block between <!-- bench:NAME --> and <!-- /bench:NAME --> of the pages, and the plot,
+from the rows in bench/results. Of several rows of the same measurement the newest is shown.
+bench/tables.toml describes the tables. Plots need matplotlib: python -m pip install
+'peagle-jax[plots]'.
+""",
+    options=ReportOptions,
+    run=run,
+)

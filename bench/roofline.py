@@ -1,10 +1,11 @@
 """Roofline of a round: the larger of bytes / bandwidth and operations / peak throughput.
 
-Counted: each weight that a pass needs once, in its stored format; the KV cache of each sequence once, up
-to a layer's window; the new rows; one embedding row per token. A mixture of experts reads the experts
+Counted: each weight that a pass needs once, in its stored format; the KV cache of each sequence
+once, up to a layer's window; the new rows; one embedding row per token. A mixture of experts reads
+the experts
 that its tokens choose: with uniform routing, n tokens with k of E experts each choose
-E (1 - (1 - k/E)^n) different ones. Not counted: launches, softmax, sampling, norms. So this is a lower
-bound; small models, whose weights stream in microseconds, are bound by what is not counted.
+E (1 - (1 - k/E)^n) different ones. Not counted: launches, softmax, sampling, norms. So this is a
+lower bound; small models, whose weights stream in microseconds, are bound by what is not counted.
 """
 
 from dataclasses import dataclass
@@ -22,23 +23,24 @@ class Chip:
 
 
 CHIPS = {
-    # Bandwidth and bfloat16 are measured (a copy; a product of 8192³), float32 is from the data sheet.
+    # Bandwidth and bfloat16 are measured (a copy; a product of 8192³), float32 is from the data
+    # sheet.
     "NVIDIA H200": Chip(4.3e12, {"bfloat16": 790e12, "float32": 67e12}),
 }
 
 _ITEMSIZE = {"bfloat16": 2, "float32": 4}
-_QUANTISED = {"fp8": 1 + 4 / BLOCK**2, "mxfp4": 1 / 2 + 1 / GROUP, "mxfp8": 1 + 1 / GROUP}
+_QUANTISED = {"fp8": 1 + 4 / BLOCK**2, "mxfp4": 1 / 2 + 1 / GROUP}
 """Bytes of one weight with its share of a scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Sizes of one round: `accepted` drafts per sequence on average, `context` tokens before the round.
+    """Sizes of one round: `accepted` drafts per sequence on average, `context` tokens before the
+    round.
 
     `dtype` is that of activations and head; `weights` of the target's matrices: a dtype, "fp8"
-    (attention, MLP, experts) or "mxfp4" (experts), None as `dtype`; `cache` of keys and values: "fp8",
-    or "auto" as `dtype`. With `activations` "mxfp8" the quantised weights are mxfp8, and the chip multiplies them
-    twice as fast as bfloat16.
+    (attention, MLP, experts) or "mxfp4" (experts), None as `dtype`; `cache` of keys and values:
+    "fp8", or "auto" as `dtype`.
     """
 
     batch: int
@@ -48,7 +50,6 @@ class Load:
     dtype: str
     weights: str | None = None
     cache: str = "auto"
-    activations: str = "bf16"
 
     @property
     def cache_item(self) -> int:
@@ -86,7 +87,8 @@ def _projections(layer: AttentionConfig, inputs: int, outputs: int) -> int:
 
 
 def _cache(layers: list[AttentionConfig], load: Load, tokens: float) -> tuple[float, float]:
-    """(elements of cache read and written, operations of attention) of a pass over `tokens` rows."""
+    """(elements of cache read and written, operations of attention) of a pass over `tokens`
+    rows."""
     elements = work = 0.0
     for layer in layers:
         seen = load.context if layer.window is None else min(load.context, layer.window)
@@ -101,9 +103,7 @@ def target_cost(config: TargetConfig, load: Load) -> Cost:
     tokens = load.batch * (load.num_draft + 1)
     D = config.hidden_size
     item = _ITEMSIZE[load.dtype]
-    is_mxfp8 = load.activations == "mxfp8"
-    weights = "mxfp8" if is_mxfp8 else load.weights or load.dtype
-    quantised = _QUANTISED.get(weights, item)
+    quantised = _QUANTISED.get(load.weights, item)
     dense = item if load.weights == "mxfp4" else quantised
     layers = [config.attention(i) for i in range(config.num_layers)]
     attention = sum(_projections(layer, D, D) for layer in layers)
@@ -114,24 +114,22 @@ def target_cost(config: TargetConfig, load: Load) -> Cost:
     )
     active = attention + mlps
     moved = active * dense
-    fast = 0 if load.weights == "mxfp4" else active  # weights that mxfp8 products multiply
     if sparse:
         experts, expert = config.experts, sparse * 3 * D * config.intermediate_size
         read = experts_read(experts.num_experts, experts.top_k, tokens)
         router = sparse * experts.num_experts * D
         moved += read * expert * quantised + item * router
         active += experts.top_k * expert + router
-        fast += experts.top_k * expert
     elements, work = _cache(layers, load, tokens)
     moved += item * (head + D * tokens) + load.cache_item * elements
-    saved = fast / 2 if is_mxfp8 else 0
-    return Cost(((moved, 2 * tokens * (active + head - saved) + work),))
+    return Cost(((moved, 2 * tokens * (active + head) + work),))
 
 
 def drafter_cost(config: DrafterConfig, load: Load) -> Cost:
     """All passes of a head for one round.
 
-    P-EAGLE is one pass over accepted + J rows; EAGLE-3 is J passes, the first over accepted + 1 rows.
+    P-EAGLE is one pass over accepted + J rows; EAGLE-3 is J passes, the first over accepted + 1
+    rows.
     """
     D, B, J = config.hidden_size, load.batch, load.num_draft
     item = _ITEMSIZE[load.dtype]
@@ -173,11 +171,12 @@ def fraction(
     """Row fields about the floor; None if the device is unknown.
 
     Args:
-      row: of a throughput or decode-step measurement; its context is taken halfway through the output.
+      row: of a throughput or decode-step measurement; its context is taken halfway through the
+        output.
     Returns:
-      `floor_ms`, `fraction_of_floor` (1 is the floor itself) and `bytes_per_second`, the bytes of the
-      floor divided by the time of the round. None also with fp8 activations: the chip's e4m3 rate has not
-      been measured.
+      `floor_ms`, `fraction_of_floor` (1 is the floor itself) and `bytes_per_second`, the bytes of
+      the floor divided by the time of the round. None also with fp8 activations: the chip's e4m3
+      rate has not been measured.
     """
     chip = CHIPS.get(row["device"])
     if chip is None or row.get("activations", "bf16") != "bf16":

@@ -1,4 +1,5 @@
-"""Runs `peagle-serve` as a subprocess, for measurements and tests."""
+"""Runs `peagle-serve` as a subprocess, for measurements and tests, and reads what its processes
+use."""
 
 import contextlib
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -17,11 +19,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from peagle_jax.config import ConfigError
 
 _LISTENS = re.compile(r"^(gRPC|HTTP) listens on (.+:\d+)$", re.MULTILINE)
+_MIB = 1 << 20
 _TAIL = 2000  # characters of the log that an error shows
 
 
 class Served:
-    """A server on a free port, without HTTP unless the options ask for it; killed at the end of the block.
+    """A server on a free port, without HTTP unless the options ask for it; killed at the end of the
+    block.
 
     Args:
       options: of `peagle-serve`; a later option wins over an earlier one.
@@ -51,18 +55,8 @@ class Served:
         self.address = ""
         self.started = time.monotonic()
         limit = [] if descriptors is None else ["prlimit", f"--nofile={descriptors}"]
-        command = [
-            *prefix,
-            *limit,
-            sys.executable,
-            "-m",
-            module,
-            "--port",
-            "0",
-            "--http-port",
-            "-1",
-            *options,
-        ]
+        command = [*prefix, *limit, sys.executable, "-m", module]
+        command += ["--port", "0", "--http-port", "-1", *options]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 command,
@@ -129,7 +123,8 @@ class Served:
         return _cpu_seconds(Path(f"/proc/{self.process.pid}/stat"))
 
     def thread_cpu_seconds(self) -> dict[int, tuple[str, float]]:
-        """Name and processor time of each thread, by its id; the first thread's is the process's."""
+        """Name and processor time of each thread, by its id; the first thread's is the
+        process's."""
         found = {}
         for folder in Path(f"/proc/{self.process.pid}/task").iterdir():
             with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -153,7 +148,8 @@ class Served:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def check(self, until: float, what: str) -> None:
-        """Raises `ConfigError` if the process has ended, or `until` (of `time.monotonic`) is past."""
+        """Raises `ConfigError` if the process has ended, or `until` (of `time.monotonic`) is
+        past."""
         code = self.process.poll()
         if code is None and time.monotonic() < until:
             return
@@ -161,9 +157,17 @@ class Served:
         raise ConfigError(f"peagle-serve {how} and did not {what}; it said: {self.text()[-_TAIL:]}")
 
 
-def _cpu_seconds(stat: Path) -> float:
-    fields = stat.read_text().rpartition(")")[2].split()
+def _fields(stat: Path) -> list[str]:
+    """Fields of /proc/PID/stat from the third one on."""
+    return stat.read_text().rpartition(")")[2].split()
+
+
+def _seconds(fields: Sequence[str]) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _cpu_seconds(stat: Path) -> float:
+    return _seconds(_fields(stat))
 
 
 def _serves(stub: health_pb2_grpc.HealthStub) -> bool:
@@ -171,3 +175,61 @@ def _serves(stub: health_pb2_grpc.HealthStub) -> bool:
         answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=5.0)
         return answer.status == health_pb2.HealthCheckResponse.SERVING
     return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """What a process holds and has used.
+
+    Attributes:
+      role: "engine" with jax, "api" with gRPC, "engine and api" with both; the name of another
+        program.
+    """
+
+    role: str
+    is_python: bool
+    cpu_seconds: float
+    resident_bytes: int
+
+
+def processes(root: int) -> dict[int, Process]:
+    """The process `root` and all its descendants that live, by id."""
+    children: dict[int, list[int]] = {}
+    stats = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            fields = _fields(folder / "stat")
+            stats[int(folder.name)] = fields
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found, left = {}, [root]
+    while left:
+        pid = left.pop()
+        left += children.get(pid, [])
+        with contextlib.suppress(OSError):
+            found[pid] = _process(pid, stats[pid])
+    return found
+
+
+def _process(pid: int, stat: list[str]) -> Process:
+    folder = Path(f"/proc/{pid}")
+    maps = (folder / "maps").read_text()
+    held = (("engine", "/jaxlib/"), ("api", "/grpc/_cython/"))
+    roles = [role for role, library in held if library in maps]
+    return Process(
+        role=" and ".join(roles) or (folder / "comm").read_text().strip(),
+        is_python="python" in os.readlink(folder / "exe"),
+        cpu_seconds=_seconds(stat),
+        resident_bytes=int(stat[21]) * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+def used(before: Mapping[int, Process], now: Mapping[int, Process]) -> list[dict]:
+    """Row fields of each process that lives: its memory, and the processor time since `before`."""
+    return [
+        {
+            "role": one.role,
+            "resident_mib": one.resident_bytes / _MIB,
+            "cpu_seconds": one.cpu_seconds - (before[pid].cpu_seconds if pid in before else 0.0),
+        }
+        for pid, one in now.items()
+    ]

@@ -1,22 +1,18 @@
 """Synthetic acceptance, for heads without training: the number of accepted drafts is random.
 
-`synthetic_acceptance_length` has vLLM's name and meaning: the mean number of tokens that a round emits,
-in 1..J+1. Length 3.1 accepts two drafts in every round and a third in one of ten, independent of the drafts.
-
-`drawn_acceptance` draws the number from what `peagle-bench headroom` measured on real texts. Each sequence has
-the histogram of one text, because texts differ much more than the rounds of one text do.
+`synthetic_acceptance_length` has vLLM's name and meaning: the mean number of tokens that a round
+emits, in 1..J+1. Length 3.1 accepts two drafts in every round and a third in one of ten,
+independent of the drafts.
 """
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.device.program_descriptions import source_digest
@@ -32,10 +28,11 @@ _PLACE_STRIDE, _SLOT_STRIDE = 7919, 104729  # primes
 
 
 def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
-    """An acceptance rule for `peagle_jax.method.step`: accepts `length` - 1 drafts a round on average.
+    """An acceptance rule for `peagle_jax.method.step`: accepts `length` - 1 drafts a round on
+    average.
 
-    The engine's own rule runs too, so that its time is included. Only its token of the target is used,
-    after the accepted drafts. No more than a request's own number of drafts is accepted.
+    The engine's own rule runs too, so that its time is included. Only its token of the target is
+    used, after the accepted drafts. No more than a request's own number of drafts is accepted.
 
     Args:
       length: mean tokens per round and sequence.
@@ -51,72 +48,19 @@ def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
     return _Rule(partial(_by_length, length), f"{_SOURCE} length {length}")
 
 
-def _by_length(length: float, uniform: jax.Array, params: RequestParams) -> jax.Array:
+def _by_length(length: float, uniform: jax.Array) -> jax.Array:
     whole = math.floor(length)
     return whole - 1 + (uniform < length - whole)
 
 
-def drawn_acceptance(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> AcceptRule:
-    """An acceptance rule: a round accepts as many drafts as a random round of the sequence's text did.
-
-    The seed of a request chooses its text.
-
-    Args:
-      rounds_of_texts: for each text, the number of accepted drafts of each round.
-      num_draft: J of the engine; larger numbers count as J.
-    Raises:
-      ConfigError: no text has rounds.
-    """
-    shares = np.asarray(_shares_below(rounds_of_texts, num_draft), np.float32)
-    digest = hashlib.sha256(shares.tobytes()).hexdigest()
-    return _Rule(partial(_by_text, shares), f"{_SOURCE} drawn {shares.shape} {digest}")
-
-
-def _by_text(shares: np.ndarray, uniform: jax.Array, params: RequestParams) -> jax.Array:
-    below = jnp.asarray(shares)
-    return (uniform[:, None] >= below[params.seed[:, 1] % len(below)]).sum(axis=1)
-
-
-def _shares_below(rounds_of_texts: Sequence[Sequence[int]], num_draft: int) -> np.ndarray:
-    """[texts, J], share of a text's rounds that accepted at most 0, 1, .. J-1; texts without rounds are left out."""
-    counts = [
-        np.bincount(np.minimum(rounds, num_draft), minlength=num_draft + 1)
-        for rounds in rounds_of_texts
-        if len(rounds)
-    ]
-    if not counts:
-        raise ConfigError("no text has rounds to draw acceptance from")
-    below = np.cumsum(np.stack(counts), axis=1) / np.sum(counts, axis=1, keepdims=True)
-    return below[:, :-1]
-
-
-def accepted_by_text(rows: Iterable[dict], num_draft: int, texts: str) -> list[list[int]]:
-    """Accepted drafts of each round, by text, of the first row of `peagle-bench headroom` with P-EAGLE.
-
-    Later rows are ignored: a measurement stays repeatable when rows of another head are appended to the file.
-
-    Args:
-      texts: the set of the texts.
-    Raises:
-      ConfigError: no row of this set measured at least `num_draft` drafts.
-    """
-    for row in rows:
-        is_of_set = row.get("kind") == "headroom" and row["set"] == texts
-        if is_of_set and row["method"] == "peagle" and row["num_speculative_tokens"] >= num_draft:
-            return row["accepted_by_text"]
-    raise ConfigError(
-        f"no row of headroom measured P-EAGLE with at least {num_draft} drafts on the set {texts}"
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class _Rule:
-    """The rule that accepts `wanted(uniform [B], params)` drafts, [B], as far as a row has them. It can be pickled.
+    """Accepts `wanted(uniform [B])` drafts, [B], as far as a row has them. It can be pickled.
 
     `program_key` tells the rules of this file apart: programs on disk belong to one of them.
     """
 
-    wanted: Callable[[jax.Array, RequestParams], jax.Array]
+    wanted: Callable[[jax.Array], jax.Array]
     program_key: str
 
     def __call__(
@@ -132,7 +76,7 @@ class _Rule:
         drawn = jnp.take_along_axis(verdict.tokens, verdict.count[:, None] - 1, axis=1)  # [B, 1]
         uniform = accept_uniforms(request_keys(params), positions[:, :1])[:, 0]
         J = drafts.shape[1]
-        n = jnp.minimum(self.wanted(uniform, params), jnp.minimum(params.num_draft, J))
+        n = jnp.minimum(self.wanted(uniform), jnp.minimum(params.num_draft, J))
         padded = jnp.pad(drafts, ((0, 0), (0, 1)))
         tokens = jnp.where(jnp.arange(J + 1) == n[:, None], drawn, padded)
         return Verdict(tokens, (n + 1).astype(jnp.int32), verdict.finite)
@@ -143,9 +87,9 @@ class _Rule:
 class Scattered:
     """A drafter whose argmax drafts are shifted by an offset that depends on slot and position.
 
-    A random head drafts nearly the same token in every mask row, and equal tokens choose equal experts:
-    verification would read fewer weights than with real text. The shift is a few integer operations on
-    [B, J]; the drafter's own work is unchanged. Sampled drafts are not shifted.
+    A random head drafts nearly the same token in every mask row, and equal tokens choose equal
+    experts: verification would read fewer weights than with real text. The shift is a few integer
+    operations on [B, J]; the drafter's own work is unchanged. Sampled drafts are not shifted.
     """
 
     drafter: Drafter

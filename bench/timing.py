@@ -19,12 +19,14 @@ SETTLED = 3  # rounds with the same full batch before one is timed: two are in f
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One engine at one concurrency. Times are in milliseconds, except `seconds`, the wall time of the run.
+    """One engine at one concurrency. Times are in milliseconds, except `seconds`, the wall time of
+    the run.
 
-    `ms_per_round` is the median over rounds in which every slot decodes and no request prefills or ends; the
-    rounds of one call have equal times. If a run has no such round, it is the decoding time of all requests divided
-    by their rounds. `ms_per_round_mean` is the mean over the same rounds, and `full_tokens_per_second` counts the
-    tokens of these rounds alone; None if there are none.
+    `ms_per_round` is the median over rounds in which every slot decodes and no request prefills or
+    ends; the rounds of one call have equal times. If a run has no such round, it is the decoding
+    time of all requests divided by their rounds. `ms_per_round_mean` is the mean over the same
+    rounds, and `full_tokens_per_second` counts the tokens of these rounds alone; None if there are
+    none.
     """
 
     requests: list[Request]
@@ -72,7 +74,8 @@ def is_full(engine: Engine, concurrency: int) -> bool:
 def dispatch_times(engine: Engine) -> Iterator[list[float]]:
     """Seconds that the host takes to dispatch each round within the block.
 
-    Dispatch uploads the plan, launches the program on all devices, and starts the copy of the output.
+    Dispatch uploads the plan, launches the program on all devices, and starts the copy of the
+    output.
     """
     dispatch, spent = engine.programs.round, []
 
@@ -101,10 +104,11 @@ def drive(
 ) -> Measurement:
     """Keeps `concurrency` requests in a warm engine until all prompts are done.
 
-    With `starts`, in ascending seconds after the beginning, no prompt is given to the engine before its start.
+    With `starts`, in ascending seconds after the beginning, no prompt is given to the engine before
+    its start.
 
-    With `reads_prefix_cache` False every prompt is computed as a whole, and cached for later runs. `params` are
-    those of all prompts, or of each one.
+    With `reads_prefix_cache` False every prompt is computed as a whole, and cached for later runs.
+    `params` are those of all prompts, or of each one.
 
     Raises:
       ConfigError: the model's logits are not finite, so there is nothing to measure.

@@ -283,6 +283,7 @@ class EngineConfig:
       draft_schedule: drafts per round by batch size, see `draft_schedule`; empty: J for all sizes.
       adaptive: "load" chooses the drafts of each round at run time, see `engine.host.k_by_load`.
       max_num_seqs: maximum number of requests in decode; `batch_buckets` derive from it.
+      batch_sizes: compiled batch sizes, ascending, the last one `max_num_seqs`; empty: powers of two.
       max_model_len, page_size: most tokens of prompt plus output; tokens per KV page.
       num_pages: KV pages including the dummy page 0; None: see `memory.fit_pages`.
       prefill_chunk, prefill_rows: prompt tokens per row and call; prompts per prefill call.
@@ -311,6 +312,7 @@ class EngineConfig:
     draft_schedule: Schedule = ()
     adaptive: Adaptive = "off"
     max_num_seqs: int = 8
+    batch_sizes: tuple[int, ...] = ()
     max_model_len: int = 2048
     page_size: int = 16
     num_pages: int | None = None
@@ -405,6 +407,8 @@ class EngineConfig:
 
     @property
     def batch_buckets(self) -> tuple[int, ...]:
-        """Compiled batch sizes: powers of two up to `max_num_seqs`, and that number itself."""
+        """Compiled batch sizes: `batch_sizes`, or powers of two up to `max_num_seqs` and that number."""
+        if self.batch_sizes:
+            return self.batch_sizes
         powers = (2**n for n in range((self.max_num_seqs - 1).bit_length()))
         return (*powers, self.max_num_seqs)

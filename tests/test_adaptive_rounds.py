@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from bench.random_times import RandomTimes
+from bench.oracle import RandomTimes
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.device import round_shapes, round_timer
 from peagle_jax.engine.device.stored_times import StoredTimes

@@ -35,7 +35,7 @@ DIES = HANGS.replace("threading.Event().wait()", "__import__('os')._exit(1)")
 @pytest.mark.slow
 @pytest.mark.parametrize(("tests", "stacks"), [(HANGS, 1), (DIES, 0)], ids=["a hang", "a death"])
 def test_a_run_ends_and_names_the_test_that_hangs_or_dies(tests, stacks, tmp_path):
-    Path(tmp_path, "conftest.py").write_text("from tests.conftest import pytest_configure\n")
+    Path(tmp_path, "conftest.py").write_text("from tests.suite import pytest_configure\n")
     Path(tmp_path, "test_a.py").write_text(tests)
     for name in "bcdef":
         Path(tmp_path, f"test_{name}.py").write_text(OTHERS)

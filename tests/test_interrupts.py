@@ -7,7 +7,7 @@ from pathlib import Path
 _CHILD = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
 _SUITE = f"""
 import subprocess, sys
-import tests.conftest
+import tests.suite
 subprocess.run([sys.executable, "-c", {_CHILD!r}], check=True)
 """
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import plots, report, rows
-from bench.commands import parser as bench_parser
+from bench import report, rows
+from bench.__main__ import PROGRAM
 from convert.__main__ import _parser as convert_parser
 from peagle_jax.cli.options import parser as generate_parser
 from peagle_jax.training.options import parser as train_parser
@@ -33,7 +33,7 @@ MEASURED = re.compile(
 )
 COMMIT = re.compile(r"\bcommits?\s[0-9a-f]{7,12}\b", re.IGNORECASE)
 PARSERS = {
-    "peagle-bench": bench_parser,
+    "peagle-bench": PROGRAM.parser,
     "peagle-convert": convert_parser,
     "peagle-generate": generate_parser,
     "peagle-train": train_parser,
@@ -71,13 +71,16 @@ def test_tables_are_those_of_the_rows(page):
 
 
 def test_report_draws_every_page_that_has_blocks():
-    assert {page for page in PAGES if report.marked(page)} == set(report.PAGES)
+    assert {page for page in PAGES if report.marked(page.read_text(encoding="utf-8"))} == set(
+        report.PAGES
+    )
 
 
-def test_plots_are_those_of_the_rows():
-    for name, own in plots.shown(stored()).items():
-        found = plots.digest_of(rows.RESULTS / f"{name}.png")
-        assert found == plots.digest(own), f"{name}.png shows other rows; run peagle-bench report"
+def test_the_plot_is_that_of_the_rows():
+    own = report.chosen_rows("served-speed", stored())
+    assert report.digest_of(rows.RESULTS / report.PLOT) == report.digest(own), (
+        "run peagle-bench report"
+    )
 
 
 def test_the_readme_is_short_and_shows_a_plot_and_the_page():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import random_shapes
-from tests.conftest import FEW_WORKERS, LONGEST, OTHER_SUITE, TOGETHER, covering, group_of, scope_of
+from tests.suite import FEW_WORKERS, LONGEST, OTHER_SUITE, TOGETHER, covering, group_of, scope_of
 
 ROOT = Path(__file__).parents[1]
 

@@ -46,7 +46,7 @@ class Spec:
 
     @property
     def form(self) -> tuple[bool, int] | None:
-        """Forms with shared keys whose code differs, so that `bench.deviceless` compiles one of
+        """Forms with shared keys whose code differs, so that `lab.deviceless` compiles one of
         each."""
         return (self.fp8, self.head_dim) if self.shared_keys else None
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import compile_cells
+from bench import cells, decode_step
 from peagle_jax.cli import runs
 from peagle_jax.engine.device.stored_programs import keep_in
 from peagle_jax.method import step
@@ -33,8 +33,8 @@ def compiled_here(tmp_path, monkeypatch):
         monkeypatch.setattr(step, "speculative_step", None)
         return {}
 
-    monkeypatch.setattr(compile_cells, "compile_missing", compile_missing)
+    monkeypatch.setattr(cells, "compile_missing", compile_missing)
     monkeypatch.setattr(runs, "keep_compiled_programs", lambda home: keep_in(tmp_path / "programs"))
     yield stored
     keep_in(None)
-    compile_cells._models.cache_clear()
+    decode_step._shapes.cache_clear()

@@ -3,22 +3,15 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import pytest
 
-from bench import compile_cells, random_models
-from bench.cells import CellsConfig, Variant, most_drafts, variants
-from bench.commands.decode_step import Options
-from bench.compile_cells import Work, compile_all
-from bench.random_models import Models
+from bench import cells
+from bench.cells import Variant, Work, cells_config, compile_all
 from peagle_jax.engine.device.compilation import Failure, Progress
-from peagle_jax.engine.device.round_shapes import round_shapes
 from peagle_jax.engine.device.stored_programs import StoredPrograms, keep_in
-from tests import tiny
 from tests.waiting import eventually
 
 SIZES = "--preset qwen3-0.6b --layers 1 --page-size 8 --prefill-chunk 16 --prompt-tokens 20 --max-tokens 8 --prefills 1"
@@ -57,7 +50,7 @@ def test_what_is_not_compiled_is_said(monkeypatch):
         eventually(must_end)
         return {(0, "prefill"): Failure("too large"), (1, None): Failure("ConfigError: no pages")}
 
-    monkeypatch.setattr(compile_cells, "compile_missing", compile_missing)
+    monkeypatch.setattr(cells, "compile_missing", compile_missing)
     monkeypatch.setattr("peagle_jax.cli.runs.keep_compiled_programs", kept.append)
     work = [Work(print, None, (Variant("peagle", 7), (2,))), Work(print, None, ("none", 4))]
     compile_all(work, 2, said.append, seconds=0.1)
@@ -76,7 +69,7 @@ def test_engines_with_other_batch_buckets_share_the_files_of_programs(tmp_path):
         files = {
             StoredPrograms(
                 jax.tree.structure(0),
-                CellsConfig(concurrencies=some, **sizes),
+                cells_config(some, **sizes),
                 jax.devices()[:1],
                 {},
             ).path_of("round", (), {})
@@ -86,28 +79,3 @@ def test_engines_with_other_batch_buckets_share_the_files_of_programs(tmp_path):
         keep_in(None)
     assert len(files) == 1
     assert None not in files
-
-
-def test_a_fixed_k_beside_a_choice_of_k_runs_the_programs_of_the_choice(monkeypatch):
-    """Rounds of K = 3 compile once, with room for the seven drafts that a choice may make."""
-    written = ("none", "peagle:7:load", "peagle:3", "eagle3:3", "peagle:7")
-    options = Options(preset="tiny", variants=written, prompt_tokens=8, max_tokens=8, page_size=8)
-    assert [most_drafts(options, variant) for variant in variants(options)] == [0, 7, 7, 3, 7]
-    assert most_drafts(replace(options, variants=("peagle:3",)), Variant("peagle", 3)) == 3
-    made = {}
-    monkeypatch.setattr(random_models, "Engine", lambda *args, **kw: made.update(config=args[2]))
-    models = SimpleNamespace(
-        heads=dict.fromkeys(("peagle", "eagle3"), object()), target=None, dtype="float32",
-        num_devices=1, has_shapes_only=False, preset=SimpleNamespace(target=tiny.TARGET),
-        drafter=lambda *args: None,
-    )  # fmt: skip
-    by_variant = {}
-    for variant in variants(options):
-        Models.engine(models, options, variant, (2, 4))
-        config = by_variant[variant] = made["config"]
-        if variant.adaptive == "off":
-            assert {config.first_num_draft(size) for size in (2, 4)} == {variant.num_draft}
-    loaded, fixed = by_variant[Variant("peagle", 7, "load")], by_variant[Variant("peagle", 3)]
-    assert replace(fixed, draft_schedule=(), adaptive="load") == loaded
-    drafts = {shape.num_draft for shape in round_shapes(fixed)}
-    assert drafts == {3} < {shape.num_draft for shape in round_shapes(loaded)}

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,9 @@ from flax import nnx
 
 from bench import decode_step, presets
 from bench.__main__ import main
-from bench.cells import CellsConfig, Variant, variants
-from bench.cold_start import first_token
-from bench.commands.decode_step import Options
-from bench.decode_step import _groups
+from bench.cells import Variant, cells_config
+from bench.decode_step import Options, groups, variants
 from bench.presets import preset
-from bench.random_models import Models
 from bench.random_weights import num_bytes, random_head, random_target
 from convert.synthetic import with_layers
 from pallas_kernels.formats import dequantize, kind
@@ -136,7 +132,7 @@ def _head(name: str):
     return DraftHead(preset(name).head("peagle"), dtype="bfloat16", rngs=nnx.Rngs(0))
 
 
-def test_a_choice_by_load_is_a_variant_of_its_own(capsys):
+def test_a_choice_by_load_is_a_variant_of_its_own():
     of = lambda **fields: variants(Options(preset="tiny", k=(3, 7), **fields))
     assert of(method=("none", "peagle"), adaptive=("off", "load")) == [
         Variant("none", 0),
@@ -144,9 +140,6 @@ def test_a_choice_by_load_is_a_variant_of_its_own(capsys):
     ]
     with pytest.raises(ConfigError, match="--adaptive needs a method"):
         variants(Options(preset="tiny", method=("none",), adaptive=("load",)))
-    argv = ["decode-step", "--preset", "gpt-oss-20b", "--synthetic-acceptance-length", "2"]
-    assert main([*argv, "--synthetic-acceptance-rows", "x.jsonl"]) == 2
-    assert "exclude each other" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -221,10 +214,10 @@ def test_rounds_of_other_work_are_rows_of_a_kind_of_their_own(
 
 def test_an_engine_compiles_only_the_batch_sizes_of_its_cells():
     sizes = dict(num_draft=3, max_num_seqs=32, page_size=64, prefill_rows=8)
-    config = CellsConfig(concurrencies=(32, 8), **sizes)
+    config = cells_config((32, 8), **sizes)
     assert config.batch_buckets == replace(config, num_pages=700).batch_buckets == (8, 32)
     given = dict(preset="tiny", prefill_rows=8, concurrency=(1, 8, 32, 128))
-    assert _groups(Options(**given)) == [(1,), (8, 32, 128)]
+    assert groups(Options(**given)) == [(1,), (8, 32, 128)]
 
 
 def test_a_flag_that_is_removed_is_refused_with_the_reason(capsys):
@@ -264,55 +257,20 @@ def test_messages_name_a_variant_as_rows_do():
 
 @pytest.mark.slow
 def test_cells_that_do_not_fit_are_skipped(tiny_presets, tmp_path, monkeypatch, capsys):
-    make = Models.engine
+    make = decode_step.engine_of
 
-    def engine(models, args, variant, concurrencies):
+    def engine_of(models, options, variant, concurrencies):
         if max(concurrencies) > 2:
             raise ConfigError("not enough memory for the KV cache")
-        return make(models, args, variant, concurrencies)
+        return make(models, options, variant, concurrencies)
 
-    monkeypatch.setattr(Models, "engine", engine)
+    monkeypatch.setattr(decode_step, "engine_of", engine_of)
     out = tmp_path / "rows.jsonl"
     argv = ["--preset", "tiny-moe", *TINY, "--out", str(out), "--no-cache", "--prefill-rows", "1"]
     argv += ["--method", "none", "--concurrency", "2", "4", "--max-tokens", "12"]
     assert main(["decode-step", *argv]) == 0
     assert [json.loads(line)["concurrency"] for line in out.read_text().splitlines()] == [2]
     assert "skipped none K=0 at concurrency 4: not enough memory" in "".join(capsys.readouterr())
-
-
-def test_a_cold_start_says_what_weights_cost(tiny_presets, tmp_path, monkeypatch, capsys):
-    requests = []
-
-    def run(command, *, input, **options):
-        request = json.loads(input)
-        requests.append(request)
-        request["options"]["sha"] = "abc"
-        first = first_token(request)
-        return SimpleNamespace(returncode=0, stdout=f"noise\n{json.dumps(first)}\n", stderr="")
-
-    monkeypatch.setattr("bench.cold_start.subprocess.run", run)
-    monkeypatch.setattr("peagle_jax.cli.runs.keep_compiled_programs", lambda folder: None)
-    out = tmp_path / "rows.jsonl"
-    argv = ["--preset", "tiny", *TINY, "--out", str(out), "--method", "none", "--cold-start"]
-    assert main(["decode-step", *argv, "--concurrency", "2"]) == 0
-    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
-    assert (row["kind"], row["method"], row["sha"]) == ("cold-start", "none", "abc")
-    for seconds, parts, share in (
-        ("seconds", "parts", "weights_share"),
-        ("warm_seconds", "warm_parts", "warm_weights_share"),
-    ):
-        assert row[seconds] == pytest.approx(sum(row[parts].values()), rel=1e-3)
-        assert 0 < row[share] < 1
-    assert requests[0]["cache"] == requests[1]["cache"]
-    assert "weights aside" in capsys.readouterr().out
-
-
-def test_a_start_that_fails_is_one_line(tiny_presets, tmp_path, monkeypatch, capsys):
-    failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback ...\nValueError: no luck\n")
-    monkeypatch.setattr("bench.cold_start.subprocess.run", lambda *_, **__: failed)
-    argv = ["--preset", "tiny", "--cold-start", "--out", str(tmp_path / "x")]
-    assert main(["decode-step", *argv]) == 2
-    assert "ValueError: no luck" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

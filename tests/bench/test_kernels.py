@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import deviceless, kernel_timing, kernels
+from bench import kernel_specs, kernel_timing, kernels
 from bench.__main__ import main
 from pallas_kernels.block_gemm import specs as block_gemm
 from pallas_kernels.device import B200, H200, RTX5090
@@ -119,7 +119,7 @@ def test_random_arguments_are_real_numbers_and_zero_indices():
     assert np.std(np.asarray(values, np.float32)) == pytest.approx(1, rel=0.1)
 
 
-@pytest.mark.parametrize("op", deviceless.ops())
+@pytest.mark.parametrize("op", kernel_specs.ops())
 def test_every_spec_is_a_case(op):
     for case in kernels.cases(op):
         assert case.bytes > 0

@@ -103,34 +103,6 @@ def test_a_wrong_draft_that_is_accepted_is_found_out(tiny_preset, tmp_path, monk
 
 
 @pytest.mark.exhaustive
-def test_warm_texts_are_compared_with_the_reference_and_with_cold_ones(
-    tiny_preset, tmp_path, capsys
-):
-    out = tmp_path / "rows.jsonl"
-    argv = ["--preset", "tiny", *TINY, "--out", str(out), "--methods", "none,peagle", "-K", "3"]
-    argv += ["--warm", "--concurrency", "1,3", "--tokens", "400", "--min-prompts", "2"]
-    assert main(["lossless", *argv]) == 0
-    found = measured(out)
-    cells = [(row["method"], row["concurrency"]) for row in found]
-    assert cells == [("none", 3), ("none", 1), ("peagle", 3), ("peagle", 1)]
-    for row in found:
-        assert row["kind"] == "lossless-warm"
-        assert row["tokens_compared"] == 24 * row["texts"]
-        assert (row["tokens_differing"], row["acceptance_differing"]) == (0, 0)
-        assert 0.4 * row["prompt_tokens"] < row["cached_tokens"] < row["prompt_tokens"]
-    assert found[2]["acceptance_length"] == found[2]["acceptance_length_cold"] > 1.2
-
-
-def test_a_warm_run_that_finds_nothing_fails(tiny_preset, tmp_path, monkeypatch, capsys):
-    nothing = lambda pool, keys, salt: ([], [])
-    monkeypatch.setattr("peagle_jax.engine.host.pages.PagePool.find", nothing)
-    argv = ["--preset", "tiny", *TINY, "--out", str(tmp_path / "rows.jsonl"), "--methods", "none"]
-    argv += ["--warm", "--concurrency", "2", "--tokens", "50", "--min-prompts", "2"]
-    assert main(["lossless", *argv]) == 1
-    assert "no prompt was found in the prefix cache" in capsys.readouterr().err
-
-
-@pytest.mark.exhaustive
 def test_trained_heads_draft_for_themselves(folders, tmp_path):
     prompts = tmp_path / "few.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):" * i}) + "\n" for i in (1, 2)))
@@ -158,7 +130,6 @@ def test_from_the_first_difference_on_a_text_is_another():
         (["--preset", "tiny", "--layers", "9"], "has 3"),
         (["--preset", "tiny", "--quantization", "fp8"], "has random weights"),
         (["--preset", "tiny", "--methods", "none", "--concurrency", "2"], "nothing to compare"),
-        (["--preset", "tiny", "--warm", "--adaptive", "load"], "leave --adaptive out"),
     ],
 )
 def test_mistakes_are_reported(tiny_preset, argv, message, capsys, tmp_path):

@@ -84,25 +84,6 @@ def test_verify_passes_of_full_size_models(name, batch, num_draft, milliseconds)
     assert 1000 * seconds == pytest.approx(milliseconds, rel=0.003)
 
 
-def test_mxfp8_weights_have_a_scale_for_32_and_are_multiplied_twice_as_fast():
-    """Of an 8B model in fp8 the matrices of 32 layers, 6.98 G weights; of GPT-OSS the experts only."""
-    some = replace(load(32, 7), weights="fp8")
-    plain, mxfp8 = (
-        target_cost(preset("llama-3.1-8b-fp8").target, replace(some, activations=name))
-        for name in ("bf16", "mxfp8")
-    )
-    matrices = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
-    assert mxfp8.bytes - plain.bytes == pytest.approx(matrices * (1 / 32 - 4 / 128**2))
-    work = [cost.passes[0][1] for cost in (plain, mxfp8)]
-    assert work[0] - work[1] == pytest.approx(256 * matrices)
-    some, target = replace(some, weights="mxfp4"), preset("gpt-oss-20b").target
-    work = [
-        target_cost(target, replace(some, activations=name)).passes[0][1]
-        for name in ("bf16", "mxfp8")
-    ]
-    assert work[0] - work[1] == pytest.approx(256 * 24 * 4 * 3 * 2880 * 2880)
-
-
 def test_a_dense_layer_between_sparse_ones_is_read_whole():
     sparse = PRESETS["qwen3-coder-30b-a3b"]
     experts = replace(sparse.experts, dense_layers=(0,), dense_size=5472)

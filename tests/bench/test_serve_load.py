@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.commands.serve_load import Options
 from bench.latency import Outcome, figures, percentiles
-from bench.serve_load import calls
+from bench.serve_load import Options, calls
 from peagle_jax import ConfigError
 from serving.protos import peagle_v1_pb2 as pb
 
@@ -93,7 +92,7 @@ def test_a_share_of_the_requests_is_constrained_and_every_second_of_these_has_a_
     constrained = [one for one in made if one.structured.json_schema]
     assert len(constrained) == 20
     assert all(json.loads(one.structured.json_schema)["type"] for one in constrained)
-    assert len({one.structured.json_schema for one in constrained}) == 6
+    assert len({one.structured.json_schema for one in constrained}) == 4
     with_tools = [one for one in constrained if one.chat.tools]
     assert len(with_tools) == 10
     assert {one.chat.messages[0].content for one in with_tools} == {"b"}
@@ -149,7 +148,7 @@ def test_load_with_cancels_and_deadlines_ends_every_request(tiny_server, tmp_pat
         assert 0 < row["ttft_ms"]["p50"] <= row["e2e_ms"]["p50"]
         assert row["goodput"] == pytest.approx(row["requests_per_second"])
         assert row["acceptance_length"] >= 1
-    assert "CANCELLED:" in capsys.readouterr().out
+    assert " CANCELLED" in capsys.readouterr().out
 
 
 MISTAKES = {

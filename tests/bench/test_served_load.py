@@ -13,19 +13,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import report, served_page
+from bench import report
 from bench.__main__ import main
-from bench.bare_engine import in_child
 from bench.latency import Outcome, gap_figures
 from bench.load_clients import Call, Clients, http_body
-from bench.random_server import save_tokenizer
+from bench.random_server import in_child, save_tokenizer
 from bench.timing import drive
 from peagle_jax import SamplingParams
 from peagle_jax.config import ConfigError
 from peagle_jax.text.tokenizer import Tokenizer
 from serving.protos import peagle_v1_pb2 as pb
 from tests.bench.test_report import row
-from tests.conftest import CHEAP
+from tests.suite import CHEAP
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,7 +57,7 @@ def test_a_served_preset_has_rows_of_both_protocols_beside_the_bare_engine(tmp_p
         speeds = one["tokens_per_second"], one["bare_tokens_per_second"]
         assert one["served_over_bare"] == pytest.approx(speeds[0] / speeds[1], rel=1e-3)
         assert 2 < one["bare_acceptance_length"] <= 3
-    assert "OK:6" in made.stdout
+    assert "6 OK" in made.stdout
 
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -232,35 +231,28 @@ def served(protocol: str, concurrency: int, speed: float, **changes) -> dict:
 SERVED = [served("grpc", 8, 970.0), served("http", 8, 950.0), served("http", 32, 940.0)]
 
 
-def test_served_rows_have_a_table_and_take_the_place_of_the_rounds_in_the_readme():
+def test_served_rows_have_a_table_and_stand_in_the_readme():
     measured = report.newest([*SERVED, served("grpc", 8, 500.0, date="2025-01-01T00:00:00Z")])
     text = report.render("served", measured)
-    assert (
-        "| 8 requests | gRPC | 970 | 1,000 | 0.97 | 1.0, 2.0 | 1.0, 2.0 | 1.0, 2.0, 3.0 | 32 OK |"
-        in text
-    )
-    assert "to SERVING with all programs loaded 21 s" in text
+    assert "| 8 requests | gRPC | 970 | 0.97 | 1, 2 | 1.0, 2.0 | 1, 2, 3 | 32 OK |" in text
+    starts = report.render("served-starts", measured)
+    assert "| qwen3-coder-30b-a3b-fp8 | 4 | 9 | 21 | engine 2,048 MiB |" in starts
     text = report.render("served-speed", measured)
+    assert "| bare engine | 1,000 | 1,000 |" in text
     assert "| served by gRPC (of bare) | 970 (0.97) |  |" in text
     assert "| served by HTTP (of bare) | 950 (0.95) | 940 (0.94) |" in text
     assert "served.png" in report.render("served-figure", measured)
-    assert served_page.lines_of(measured)["bare engine"] == [(8, 1000.0), (32, 1000.0)]
-
-
-def test_without_served_rows_the_pages_show_none():
-    assert report.render("served", []) == ""
-    with pytest.raises(ConfigError, match="beside"):
-        report.render("served-speed", [row("decode-step", "none", 0)])
 
 
 def test_loads_of_other_kinds_are_lines_but_not_in_the_readme():
-    others = [
-        served("grpc", 128, 900.0, duration=200),
-        served("grpc", None, 800.0, rate=9.0),
-        {k: v for k, v in served("http", 1, 9.0).items() if "bare" not in k},
-    ]
+    others = report.newest(
+        [
+            served("grpc", 128, 900.0, duration=200),
+            served("grpc", None, 800.0, rate=9.0),
+            served("http", 8, 950.0),
+        ]
+    )
     text = report.render("served", others)
     assert "| 128 requests, mixed lengths for 200 s | gRPC | 900 |" in text
     assert "| 9 requests/s | gRPC |" in text
-    assert "| 1 requests | HTTP | 9 |  |  |" in text
-    assert served_page.speed_rows(others) == []
+    assert [one["protocol"] for one in report.chosen_rows("served-speed", others)] == ["http"]

@@ -8,7 +8,7 @@ import pytest
 
 from bench import rows
 from bench.__main__ import main
-from bench.labels import label
+from bench.report import derived
 from bench.sweep import prompt_set
 from bench.timing import drive
 from peagle_jax import Engine, EngineConfig, SamplingParams
@@ -79,7 +79,8 @@ def test_throughput_compares_fixed_k_with_a_choice_by_load(folders, tmp_path, fe
     measured = read(out)
     cells = [(row["method"], row["num_speculative_tokens"], row["adaptive"]) for row in measured]
     assert cells == [("none", 0, "off"), ("peagle", 2, "off"), ("peagle", 2, "load")]
-    assert [label(row) for row in measured] == ["plain", "P-EAGLE K=2", "P-EAGLE K by load"]
+    labels = [derived(row)["label"] for row in measured]
+    assert labels == ["plain", "P-EAGLE K=2", "P-EAGLE K by load"]
     for row in measured:
         assert row["kind"] == "adaptive"
         assert row["outputs_equal_to_plain"] == row["prompts"]
@@ -220,9 +221,7 @@ def test_rows_know_where_they_were_measured(monkeypatch):
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
-@pytest.mark.parametrize(
-    ("command", "sets"), [("acceptance", "--sets"), ("headroom", "--sets"), ("throughput", "--set")]
-)
+@pytest.mark.parametrize(("command", "sets"), [("acceptance", "--sets"), ("throughput", "--set")])
 def test_prompts_go_through_a_models_template_and_a_row_of_no_round_is_an_error(
     folders, tmp_path, few_prompts, capsys, command, sets
 ):

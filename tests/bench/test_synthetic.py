@@ -1,19 +1,13 @@
-"""Synthetic acceptance: as many drafts are accepted as asked for, or as in rounds of real texts."""
+"""Synthetic acceptance: as many drafts are accepted as asked for."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import rows
-from bench.cells import CellsConfig
+from bench.cells import cells_config
 from bench.oracle import Oracle
-from bench.synthetic import (
-    Scattered,
-    accepted_by_text,
-    drawn_acceptance,
-    synthetic_acceptance,
-)
+from bench.synthetic import Scattered, synthetic_acceptance
 from peagle_jax import Engine, SamplingParams
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.device.compilation import pickled, unpickle
@@ -27,7 +21,7 @@ def synthetic_engine(length: float, temperature: float) -> tuple[Engine, list]:
     head = tiny.head()
     drafter = Scattered(make_drafter(head, 3, "argmax"), 128, 3)
     sizes = dict(num_draft=3, max_num_seqs=8, max_model_len=192, prefill_rows=8, prefill_chunk=4)
-    config = CellsConfig(concurrencies=(8,), **sizes)
+    config = cells_config((8,), **sizes)
     rule = synthetic_acceptance(length, 3)
     engine = Engine(tiny.target(), head, config, drafter=drafter, accept=rule)
     params = SamplingParams(max_tokens=120, temperature=temperature, ignore_eos=True)
@@ -70,19 +64,6 @@ def accepted_of(rule, seed: int, num_draft: int, count: int) -> list[int]:
     return (verdict.count - 1).tolist()
 
 
-@pytest.mark.exhaustive
-def test_drawn_acceptance_repeats_the_histogram_of_a_text():
-    texts = [[0, 0, 0, 3], [], [2, 7]]  # a text without rounds does not count
-    rule = drawn_acceptance(texts, 3)
-    counts = np.bincount(accepted_of(rule, 0, 3, 2000), minlength=4) / 2000
-    assert counts == pytest.approx([0.75, 0, 0, 0.25], abs=0.05)
-    counts = np.bincount(accepted_of(rule, 5, 3, 2000), minlength=4) / 2000
-    assert counts == pytest.approx([0, 0, 0.5, 0.5], abs=0.05)
-    assert set(accepted_of(rule, 5, 1, 100)) == {1}  # a round of K = 1
-    with pytest.raises(ConfigError, match="no text has rounds"):
-        drawn_acceptance([[]], 3)
-
-
 @pytest.mark.parametrize("kind", [Scattered, Oracle])
 def test_programs_with_a_drafter_of_the_benches_are_kept_on_disk(kind):
     own = 128 if kind is Scattered else jnp.zeros((2, 8), jnp.int32)
@@ -90,13 +71,12 @@ def test_programs_with_a_drafter_of_the_benches_are_kept_on_disk(kind):
     assert kind.program_key in describe_tree(jax.tree.structure(drafter))
 
 
-@pytest.mark.parametrize("kind", ["drafter", "length", "texts"])
+@pytest.mark.parametrize("kind", ["drafter", "length"])
 def test_processes_that_compile_get_drafter_and_rule_by_pickle(kind):
     """An object that came by pickle must name the programs that the measuring process looks for."""
     made = {
         "drafter": lambda: Scattered(make_drafter(tiny.head(), 3, "argmax"), 128, 3),
         "length": lambda: synthetic_acceptance(2.5, 3),
-        "texts": lambda: drawn_acceptance([[1, 2], [3]], 3),
     }[kind]()
     sent = unpickle(pickled(made))
     assert sent.program_key == made.program_key
@@ -108,24 +88,3 @@ def test_processes_that_compile_get_drafter_and_rule_by_pickle(kind):
         assert describe(sent) == describe(made)
         for text in range(2):
             assert accepted_of(sent, text, 3, 50) == accepted_of(made, text, 3, 50)
-
-
-def test_acceptance_is_drawn_from_rows_with_enough_drafts():
-    def measured_row(k: int, rounds: list, method: str = "peagle", texts: str = "own") -> dict:
-        named = dict(kind="headroom", set=texts, method=method, num_speculative_tokens=k)
-        return named | {"accepted_by_text": rounds}
-
-    measured = [
-        measured_row(7, [[1], [2]]),
-        measured_row(3, [[3]]),
-        measured_row(7, [[4]], method="eagle3"),
-        measured_row(7, [[5]], texts="other"),
-        dict(kind="throughput"),
-    ]
-    assert accepted_by_text(measured, 7, "own") == [[1], [2]]
-    assert accepted_by_text(measured, 3, "own") == [[1], [2]], "of the first row"
-    assert accepted_by_text(measured, 7, "other") == [[5]]
-    with pytest.raises(ConfigError, match="at least 8 drafts"):
-        accepted_by_text(measured, 8, "own")
-    shipped = accepted_by_text(rows.read([rows.RESULTS / "headroom.jsonl"]), 7, "own")
-    assert all(0 <= n <= 7 for text in shipped for n in text)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from bench.random_times import RandomTimes
+from bench.oracle import RandomTimes
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.host.calls import DecodeCall, RoundShape
 from peagle_jax.engine.host.k_by_load import LoadPolicy

@@ -2,12 +2,13 @@
 
 import inspect
 import itertools
+import re
 
+import llguidance
 import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from bench.mask_times import Words
 from peagle_jax.engine.structured import mask_threads
 from peagle_jax.engine.structured.grammar import Matcher, definition, masks_of, new_matcher
 from peagle_jax.engine.structured.mask_threads import MaskThreads
@@ -18,9 +19,33 @@ DEFINITION = definition(Structured.json_schema({"type": "string", "maxLength": 9
 SIZE = 5
 
 
+class Words:
+    """A tokenizer as `llguidance.TokenizerWrapper` takes it: the bytes, and the words of a text."""
+
+    def __init__(self, text: str):
+        words = sorted({word.encode() for word in re.findall(r" ?[A-Za-z]+", text)})
+        self.tokens = [
+            *(bytes([i]) for i in range(256)),
+            *(w for w in words if len(w) > 1),
+            b"<end>",
+        ]
+        self.eos_token_id, self.bos_token_id = len(self.tokens) - 1, None
+        self.special_token_ids = [self.eos_token_id]
+        self._ids = {token: i for i, token in enumerate(self.tokens)}
+        self.vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        data, ids = text.encode() if isinstance(text, str) else text, []
+        while data:
+            size = next(n for n in range(len(data), 0, -1) if data[:n] in self._ids)
+            ids.append(self._ids[data[:size]])
+            data = data[size:]
+        return ids
+
+
 @pytest.fixture(scope="module")
 def words() -> Words:
-    return Words(900, [inspect.getsource(mask_threads)])
+    return Words(inspect.getsource(mask_threads))
 
 
 def compiled(words: Words) -> LLMatcher:

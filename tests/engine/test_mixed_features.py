@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.random_times import RandomTimes
+from bench.oracle import RandomTimes
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.host import k_by_load
 from peagle_jax.structured import Structured

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.commands import parser as bench_parser
+from bench.__main__ import PROGRAM
 from serving.client.options import parser as client_parser
 from serving.settings import Settings
 from serving.sources import parser as server_parser
@@ -80,7 +80,7 @@ def test_its_loads_can_be_made():
     shown = [words for words, _ in commands("peagle-bench") if words[0] == "serve-load"]
     assert len(shown) == 3
     for words in shown:
-        args = bench_parser().parse_args(words)
+        args = PROGRAM.parser(["serve-load"]).parse_args(words)
         resolve(args.serve_options, {})
 
 
@@ -98,7 +98,7 @@ def test_its_gateway_can_be_started():
 def test_every_option_that_is_named_exists():
     options = {option for action in server_parser()._actions for option in action.option_strings}
     options |= {option for action in client_parser()._actions for option in action.option_strings}
-    serve_load = bench_parser()._subparsers._group_actions[0].choices["serve-load"]
+    serve_load = PROGRAM.parser(["serve-load"])._subparsers._group_actions[0].choices["serve-load"]
     options |= {option for action in serve_load._actions for option in action.option_strings}
     options |= {"--worker-urls", "--build", "--tasks"}
     ours = re.sub(r"```\nvllm bench serve .*?```", "", TEXT, flags=re.DOTALL)

@@ -61,7 +61,8 @@ _UNFINISHED_SECONDS = 3600  # an older file of an interrupted write is removed
 _SUFFIX, _LIBRARY_SUFFIX = ".program", ".jax"
 
 _HOST_FIELDS = (
-    *("max_waiting", "prefill_calls", "prefix_caching", "adaptive", "draft_schedule"),
+    *("batch_sizes", "max_waiting", "prefill_calls", "prefix_caching", "adaptive"),
+    "draft_schedule",
     "greedy_rounds",
 )
 """Fields of the configuration that choose programs, options of the compiler or belong to the host;
@@ -152,7 +153,7 @@ class StoredPrograms:
         platform = dispatch.platform()
         if _folder is None or platform not in PLATFORMS or jax.process_count() > 1:
             return
-        # What a subclass adds chooses batch buckets: which programs there are, not what they do.
+        # A subclass adds what chooses batch buckets: which programs there are, not what they do.
         given = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
         given = {name: value for name, value in given.items() if name not in _HOST_FIELDS}
         try:

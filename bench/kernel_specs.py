@@ -1,0 +1,26 @@
+"""The operations of pallas_kernels and their specs, the shapes that models use."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pallas_kernels.device import Device
+
+_KERNELS = Path(__file__).parents[1] / "pallas_kernels"
+
+
+def ops() -> list[str]:
+    """Operations with a `specs.py`."""
+    return sorted(path.parent.name for path in _KERNELS.glob("*/specs.py"))
+
+
+def specs_of(op: str) -> ModuleType:
+    return importlib.import_module(f"pallas_kernels.{op}.specs")
+
+
+def specs_on(op: str, device: Device) -> dict[str, Any]:
+    """Specs of an operation whose kernel exists for a chip."""
+    module = specs_of(op)
+    has_kernel = lambda spec: device.sm in getattr(spec, "chips", module.CHIPS)
+    return {name: spec for name, spec in module.SPECS.items() if has_kernel(spec)}

@@ -1,0 +1,23 @@
+"""`python -m lab`: instruments of the development, in a clone of the repository."""
+
+import sys
+
+from bench.command import Program
+
+PROGRAM = Program(
+    name="python -m lab",
+    package="lab",
+    about="Instruments of the development; `python -m lab.deviceless` and its siblings compile.\n",
+    commands={
+        "batch": "commands of peagle-bench from a file, compiled beforehand side by side",
+        "hostile": "attacks on a server: what honest clients see, and its resources",
+        "humaneval": "share of HumanEval's problems that a model solves: pass@1 and pass@10",
+        "ladder": "the steps from a plain product to a grouped FP8 one, beside predictions",
+        "matrix": "what runs where and how it was checked, with the test that shows it",
+    },
+)
+main = PROGRAM.main
+
+
+if __name__ == "__main__":
+    sys.exit(main())
