@@ -44,8 +44,6 @@ PAGES = tuple(
         "docs/host.md",
         "docs/ladder.md",
         "docs/parallel.md",
-        "docs/training.md",
-        "peagle_jax/assets/README.md",
     )
 )
 """Pages of this repository that have tables; all are drawn by one call of `peagle-bench report`."""
