@@ -135,9 +135,12 @@ def _config(args) -> TargetConfig:
 
     from lab.embedded.data import END_ID
 
+    tokenizer = args.data / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ConfigError(f"--data {args.data}: no tokenizer.json; give a folder that `data` wrote")
     return TargetConfig(
         family="qwen3",
-        vocab_size=Tokenizer.from_file(str(args.data / "tokenizer.json")).get_vocab_size(),
+        vocab_size=Tokenizer.from_file(str(tokenizer)).get_vocab_size(),
         hidden_size=args.hidden_size,
         num_layers=args.layers,
         num_heads=args.heads,

@@ -90,7 +90,8 @@ def test_the_stream_has_files_functions_and_exercises_and_held_out_text_has_file
     assert len(copies) == report["functions"]
     assert sum(added.values()) == 2 * report["functions"] + 50
     np.testing.assert_array_equal(heldout, same)
-    prompts = [json.loads(row)["prompt"] for row in (tmp_path / "both/prompts.jsonl").open()]
+    rows = (tmp_path / "both" / "prompts.jsonl").read_text().splitlines()
+    prompts = [json.loads(row)["prompt"] for row in rows]
     assert 10 < len(prompts) <= 20
     assert all(prompt.strip() for prompt in prompts)
 
