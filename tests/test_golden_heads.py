@@ -18,14 +18,15 @@ from peagle_jax.config import EngineConfig
 from peagle_jax.method import drafter as serving
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.drafter import Proposal, make_drafter
-from peagle_jax.training import cod
 from peagle_jax.training import passes as training
+from peagle_jax.training.texts import Blocks
 from peagle_jax.training.trainer import split_model
 from tests.rounds import Rig
 from tests.tiny import causal_attention
 
 GOLDEN = Path(__file__).parent / "golden"
-PEAGLE = ("peagle-1", "peagle-4", "peagle-pruned", "peagle-norms", "peagle-qwen3")
+TRAINED = ("peagle-1", "peagle-4", "peagle-pruned", "peagle-norms")
+PEAGLE = (*TRAINED, "peagle-qwen3")  # the last has sliding windows, which are served only
 EAGLE = ("eagle3", "eagle31")
 ATOL = 5e-4  # logits and log-probabilities; both reach 20
 ANCHORS = (0, 3, 9, 12, 16, 20)  # prompts of P = anchor + 1 tokens; 0, 9 and 20 are golden
@@ -155,12 +156,10 @@ def test_the_engine_drafts_step_by_step_with_the_golden_logits(autoregressive):
     assert compared >= 20
 
 
-def options(K: int) -> training.DrafterOptions:
-    return training.DrafterOptions(
-        continuations=Path(), batch=1, num_depths=K, rate=0.7, min_rate=0.2, step_decay=1.0,
-        dtype="float32", attention="xla", query_chunk=None, loss_chunk=16,
-        eval_sequences=1, num_draft=K,
-    )  # fmt: skip
+def options(K: int) -> training.HeadOptions:
+    return training.HeadOptions(
+        texts=Path(), batch=1, num_depths=K, dtype="float32", loss_chunk=16, repeat_weight=1.0
+    )
 
 
 @cache
@@ -179,10 +178,14 @@ def test_the_trainer_computes_what_the_engine_computes(parallel):
 
     @jax.jit
     def logits(model):
-        elements = cod.all_elements(jnp.ones((1, S), bool), K)
-        rows = training.parallel_rows(model, tutor, run, elements, options(K))
-        return model.logits(tutor, rows.out)[0]
+        valid = jnp.ones((1, S), bool)
+        rows = training.text_rows(model, tutor, run, valid, Blocks((1,) * K), options(K))
+        return model.logits(tutor, rows.out)
 
+    if name not in TRAINED:
+        with pytest.raises(ValueError, match="sliding windows are not trained"):
+            logits(head(name))
+        return
     trained = log_softmax(logits(head(name)).reshape(K, S, -1))
     anchors = [anchor for anchor in range(S - 1) if seen[anchor]]
     assert len(anchors) >= 12
@@ -191,30 +194,24 @@ def test_the_trainer_computes_what_the_engine_computes(parallel):
             np.testing.assert_allclose(got, trained[:, anchor], atol=ATOL)
 
 
-def cod_elements(name: str) -> tuple[cod.Elements, np.ndarray]:
-    """The golden sample in the trainer's layout, and the row [E] of each golden element there."""
-    want = expected(name)
-    pairs = list(zip(want["cod_anchor"].tolist(), want["cod_depth"].tolist(), strict=True))
-    S = target_run().tokens.shape[1]
-    deepest = dict(sorted(pairs))
-    order = sorted(deepest, key=lambda anchor: -deepest[anchor])
-    blocks = [[a for a in order if deepest[a] >= d] for d in range(1, num_draft(name))]
-    blocks = [block for block in blocks if block]
-    layout = [(a, 0) for a in range(S)]
-    layout += [(a, d) for d, block in enumerate(blocks, start=1) for a in block]
-    assert set(layout) - set(pairs) == {(S - 1, 0)}, "speculators has no slot for the last token"
+def cod_sample(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of the golden sample: whether an element (depth, anchor) is trained, [K, S]; its elements."""
+    want, K, S = expected(name), num_draft(name), target_run().tokens.shape[1]
+    pairs = np.stack([want["cod_depth"], want["cod_anchor"]], axis=1)
     mask = np.r_[expected("sequence")["loss_mask"], 0]  # slot p counts if its token x_{p+1} does
-    used = [a + d < S - 1 and mask[a + d + 1] > 0 for a, d in layout]
-    elements = cod.Elements(
-        jnp.array([[a for a, _ in layout]]), jnp.array([used]), S, tuple(map(len, blocks))
-    )
-    return elements, np.array([layout.index(pair) for pair in pairs])
+    used = np.zeros((K, S), bool)
+    for depth, anchor in pairs:
+        slot = anchor + depth
+        used[depth, anchor] = slot < S - 1 and mask[slot + 1] > 0
+    return used, pairs
 
 
 @pytest.mark.sampled(1, slow=1)
-@pytest.mark.parametrize("name", PEAGLE)
+@pytest.mark.parametrize("name", TRAINED)
 def test_logits_loss_and_gradients_of_a_cod_sample_are_the_golden_ones(name):
-    want, (elements, rows) = expected(name), cod_elements(name)
+    """Elements do not see each other beyond their chains, so the others may be computed too."""
+    want, (used, pairs) = expected(name), cod_sample(name)
+    (K, S), used = used.shape, jnp.asarray(used)
     params, merge = split_model(head(name))
     run, tutor, chosen = target_run(), target(), options(num_draft(name))
 
@@ -222,12 +219,14 @@ def test_logits_loss_and_gradients_of_a_cod_sample_are_the_golden_ones(name):
     @partial(jax.value_and_grad, has_aux=True)
     def loss(params):
         model = merge(params)
-        rows = training.parallel_rows(model, tutor, run, elements, chosen)
+        valid = jnp.ones((1, S), bool)
+        rows = training.text_rows(model, tutor, run, valid, Blocks((1,) * K), chosen)
+        rows = rows._replace(used=used, importance=used.astype(jnp.float32))
         outcome = training.compare(model, tutor, run, chosen, rows)
-        return outcome.total / (outcome.used.sum() + 1e-5), model.logits(tutor, rows.out)[0]
+        return outcome.total / (outcome.used.sum() + 1e-5), model.logits(tutor, rows.out)
 
     (value, logits), grads = loss(params)
-    np.testing.assert_allclose(logits[rows], want["cod_logits"], atol=ATOL)
+    np.testing.assert_allclose(logits[*pairs.T], want["cod_logits"], atol=ATOL)
     np.testing.assert_allclose(value, want["cod_loss"], rtol=1e-4)
     close = partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-5)
     close(grads["first.hidden_norm.weight"], want["grad_hidden_norm"])

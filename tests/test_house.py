@@ -31,7 +31,6 @@ FOLDERS = [
     "engine/device",
     "engine",
     "cli",
-    "training/exercises",
     "training",
     "interface",
 ]

@@ -1,16 +1,17 @@
 """Simulates a head's rounds over greedy texts on the host, with the engine's acceptance rule.
 
 A round at slot a has x_0 .. x_{a+1} and drafts from x_{a+2}. It emits the correct drafts up to the
-first wrong one, and one more token. A round is a repeat if its last tokens occurred earlier in the text.
-Every head is good at repeats, so acceptance is also reported for the other ("fresh") rounds.
+first wrong one, and one more token. A round is a repeat if its last tokens occurred earlier in the
+text. Every head is good at repeats, so acceptance is also reported for the other, fresh rounds.
 """
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-REPEAT = 8
-"""Number of last tokens that must have occurred earlier for a round to count as a repeat."""
+from peagle_jax.training.stored_text import Text
+from peagle_jax.training.weights import repeated
 
 
 class Rounds(NamedTuple):
@@ -34,7 +35,7 @@ def walk(run: np.ndarray, prompt: np.ndarray, length: np.ndarray) -> Rounds:
     """Simulates the rounds of each text, from its first slot, prompt - 1.
 
     Args:
-      run: [B, S] int, number of correct drafts before the first wrong one, for a round at each slot.
+      run: [B, S] int, number of correct drafts before the first wrong one, of a round at each slot.
       prompt, length: [B], number of prompt tokens; number of prompt and generated tokens.
     """
     rounds = []
@@ -52,66 +53,28 @@ def leading(match: np.ndarray, num_draft: int) -> np.ndarray:
     return np.cumprod(match[:, :num_draft], axis=1).sum(axis=1)
 
 
-class Earlier(NamedTuple):
-    """For every position p of a text: the longest suffix of x_0 .. x_p that also ends earlier."""
-
-    length: np.ndarray  # [S] int; 0 if x_p does not occur earlier
-    end: np.ndarray  # [S] int, end of the latest such occurrence
-
-
-def earlier(tokens: np.ndarray) -> Earlier:
-    """Longest earlier match of every suffix; tokens [S]."""
-    S = len(tokens)
-    length, end = np.zeros(S, np.int64), np.zeros(S, np.int64)
-    above = np.zeros(S + 1, np.int64)  # of position p - 1 with position j - 1, shifted by one
-    for p in range(S):
-        run = np.zeros(S + 1, np.int64)
-        run[1 : p + 1] = (above[:p] + 1) * (tokens[:p] == tokens[p])
-        if p:
-            end[p] = p - 1 - np.argmax(run[p:0:-1])
-            length[p] = run[end[p] + 1]
-        above = run
-    return Earlier(length, end)
+@jax.jit
+def _repeated(tokens: jax.Array) -> jax.Array:
+    """`repeated`, text by text: its tables of pairs of positions are large."""
+    return jax.lax.map(lambda row: repeated(row[None])[0], tokens)
 
 
-def repeats(matches: list[Earlier], num_slots: int) -> np.ndarray:
-    """Slots [B, num_slots] at which a round would be a repeat."""
-    out = np.zeros((len(matches), num_slots), bool)
-    for row, one in zip(out, matches, strict=True):
-        row[: len(one.length) - 1] = one.length[1:] >= REPEAT
-    return out
+def repeats(tokens: np.ndarray) -> np.ndarray:
+    """Slots [B, S] at which a round would be a repeat: its newest token is the slot's next one."""
+    return np.pad(np.asarray(_repeated(tokens))[:, 1:], ((0, 0), (0, 1)))
 
 
-def ngram_run(
-    tokens: np.ndarray, earlier: Earlier, *, min_match: int, num_draft: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Baseline: n-gram drafts copied from the text itself (prompt lookup), at every slot.
-
-    A round at slot a finds the longest suffix of x_0 .. x_{a+1} that also ends earlier. If it has at
-    least `min_match` tokens, the drafts are the tokens after the earlier occurrence, up to `num_draft`.
-
-    Returns:
-      (number of correct drafts before the first wrong one [S], whether there was a match [S]).
-    """
-    S = len(tokens)
-    right, matched = np.zeros(S, np.int64), np.zeros(S, bool)
-    matched[: S - 1] = earlier.length[1:] >= min_match
-    for slot in np.flatnonzero(matched):
-        known = slot + 2
-        start = earlier.end[slot + 1] + 1
-        copied = tokens[start : min(start + num_draft, known)]
-        true = tokens[known : known + len(copied)]
-        wrong = np.flatnonzero(copied[: len(true)] != true)
-        right[slot] = wrong[0] if len(wrong) else len(true)
-    return right, matched
-
-
-def acceptance_length(
-    match: np.ndarray, prompt: np.ndarray, length: np.ndarray, num_draft: int
-) -> float:
-    """Tokens per round if these greedy texts were decoded with the head.
+def lengths(match: np.ndarray, texts: Text, num_draft: int) -> dict[str, float]:
+    """Tokens per round, of all and of fresh rounds, if the first texts were decoded with the head.
 
     Args:
       match: [B, depths, S] bool, the draft of anchor a at depth d equals the target's choice.
+      texts: at least B greedy texts.
     """
-    return walk(leading(match, num_draft), prompt, length).acceptance_length
+    count = len(match)
+    rounds = walk(leading(match, num_draft), texts.prompt[:count], texts.length[:count])
+    fresh = rounds.take(~repeats(texts.tokens[:count])[rounds.text, rounds.slot])
+    return dict(
+        acceptance_length=rounds.acceptance_length,
+        fresh_acceptance_length=fresh.acceptance_length,
+    )

@@ -1,8 +1,8 @@
 """Training texts of a target: the engine writes the answers to prompts, and rows are packed.
 
-Finished parts are kept, so a killed run goes on after the last one. `train.npz` has packed rows: texts one behind
-the other, as one long conversation, with the array `answer` for what is trained. `heldout.npz` has one greedy
-answer a row, for the evaluation.
+Finished parts are kept, so a killed run goes on after the last one. `train.npz` has packed rows:
+texts one behind the other, as one long conversation, with the array `answer` for what is trained.
+`heldout.npz` has one greedy answer a row, for the evaluation.
 """
 
 import gc
@@ -67,7 +67,7 @@ def engine_of(folder: Path, *, dtype: str, concurrency: int, length: int) -> Eng
 
 
 def _split(rows: list[chats.Row], options: AnswerOptions) -> dict[str, list[chats.Row]]:
-    """Held-out and training rows, in a fixed random order; rows without room for an answer are left out."""
+    """Held-out and training rows, in a fixed random order, that have room for an answer."""
     room = options.length - _LEAST_ROOM
     fits = lambda row: len(row.tokens) <= room if row.is_open else any(row.answer)
     kept = [row for row in rows if fits(row)]
@@ -133,7 +133,8 @@ def _claim(path: Path, options: AnswerOptions, rows: list[chats.Row], target: li
     asked = json.dumps(asked, default=str)
     if path.exists() and path.read_text() != asked:
         raise ConfigError(
-            f"{path.parent} has answers of another model, or to other prompts or options; remove it or choose another --out"
+            f"{path.parent} has answers of another model, or to other prompts or options; "
+            "remove it or choose another --out"
         )
     write_whole(path, asked)
 

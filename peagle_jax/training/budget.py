@@ -14,9 +14,10 @@ _STEPS_BETWEEN_LOOKS = 20
 class Budget:
     """`total` is the number of steps of a run; None as long as it is not known.
 
-    A run of `minutes` fixes it once, when the cool-down has to begin: until then the learning rate does not
-    depend on it. So the pace is that of most of the run, with checkpoints, evaluations, and the work of
-    other processes on the device. The number is stored under `out` for runs that are continued.
+    A run of `minutes` fixes it once, when the cool-down has to begin: until then the learning rate
+    does not depend on it. So the pace is that of most of the run, with checkpoints, evaluations,
+    and the work of other processes on the device. The number is stored under `out` for runs that
+    are continued.
 
     Args:
       decay: share of the run in which the learning rate cools down.

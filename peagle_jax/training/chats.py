@@ -1,8 +1,8 @@
-"""Prompts and chats as rows of tokens: what is given, what is trained, and what the target is to write.
+"""Prompts and chats as rows of tokens: what is given, trained, and written by the target.
 
-    {"messages": [{"role": "user", "content": "..."}, ...]}   a chat; without a last answer the target writes it
-    {"prompt": "..."} and the other rows of `peagle_jax.text.prompts`; with a chat template a user's turn
-    another file, or a folder's *.py, *.txt and *.md           text, cut into prompts
+    {"messages": [...]}   a chat; without a last answer the target writes it
+    {"prompt": "..."}     and the other rows of `peagle_jax.text.prompts`; a user's turn
+    another file, or a folder's *.py, *.txt and *.md: text, cut into prompts
 
 All turns of the assistant in a chat are trained, up to the token that ends each.
 """
@@ -111,7 +111,8 @@ def _of_chat(messages: list[dict], tokenizer: Tokenizer, eos_ids: Collection[int
     for i, start in zip(answers, starts, strict=True):
         if tokenizer.chat_text(messages[:i]) != whole[:start]:
             raise ConfigError(
-                "the chat template writes earlier turns in another way than the last one; give chats of one answer"
+                "the chat template writes earlier turns in another way than the last one; "
+                "give chats of one answer"
             )
     tokens = tokenizer.encode(whole[: starts[0] if starts else None], special=False)
     trained = [False] * len(tokens)

@@ -1,7 +1,8 @@
 """An embedding lookup whose gradient is a matrix product with one-hot rows.
 
-The gradient of a lookup adds one row per token to the table. A scatter-add serialises on repeated tokens
-(all mask rows of P-EAGLE have the same token), and its order of summation on a GPU is not deterministic.
+The gradient of a lookup adds one row per token to the table. A scatter-add serialises on repeated
+tokens (all mask rows of P-EAGLE have the same token), and its order of summation on a GPU is not
+deterministic.
 """
 
 from typing import NamedTuple

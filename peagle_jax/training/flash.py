@@ -1,9 +1,10 @@
 """Causal attention that also returns the log-sum-exp of its scores, and its backward pass.
 
-A row of softmax attention may be split over two sets of keys. Let `lse` be the log-sum-exp over both, and
-`out` the combined result. The gradients of one set's queries, keys and values need only its scores, `lse`
-and `out`: the weights are exp(score - lse), and the only sum over keys is out . d(out). The backward pass
-of flash attention computes the same (arXiv 2307.08691), so cuDNN's kernels can be used.
+A row of softmax attention may be split over two sets of keys. Let `lse` be the log-sum-exp over
+both, and `out` the combined result. The gradients of one set's queries, keys and values need only
+its scores, `lse` and `out`: the weights are exp(score - lse), and the only sum over keys is out .
+d(out). The backward pass of flash attention computes the same (arXiv 2307.08691), so cuDNN's
+kernels can be used.
 
 Shapes: q, out [B, T, N, H]; k, v [B, T, K, H]; lse float32 [B, T, N]; row t sees keys 0..t.
 """
@@ -18,7 +19,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, flash: bool) -> tuple[ja
 
 
 def gradients(q, k, v, out, lse, d_out, *, flash: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v. `out` and `lse` cover all keys of a row, including keys not passed here."""
+    """Gradients of q, k and v. `out` and `lse` cover all keys of a row, not only these."""
     if flash:
         return _cudnn_backward(q, k, v, out, lse, d_out)
     return _backward(q, k, v, out, lse, d_out)
@@ -65,7 +66,7 @@ def _backward(q, k, v, out, lse, d_out):
 
 
 def _cudnn_forward(q, k, v):
-    # jax's public function rounds the log-sum-exp to the inputs' dtype: 3 % error of a weight in bfloat16.
+    # jax's public function rounds the log-sum-exp to the inputs' dtype: 3 % error in bfloat16.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     out, lse = cudnn.dot_product_attention(

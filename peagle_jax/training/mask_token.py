@@ -14,7 +14,7 @@ _RESERVED = re.compile(r"mask|reserved|unused|extra_id|placeholder|dummy", re.IG
 def mask_token(
     given: int | None, folder: Path, config: TargetConfig, texts: list[np.ndarray]
 ) -> int:
-    """`given`, or by the target's tokenizer a reserved token, an id without a token, or a rare special one.
+    """`given`, or a reserved token, an id without a token, or a rare special one.
 
     Raises:
       ConfigError: `given` occurs in the texts, or nothing can be chosen.
@@ -30,7 +30,8 @@ def mask_token(
         if 0 <= token < config.vocab_size and not is_used[token]:
             return token
     raise ConfigError(
-        f"{folder}: its tokenizer has no reserved token; give --mask-token-id, a token that never occurs in text"
+        f"{folder}: its tokenizer has no reserved token; give --mask-token-id, "
+        "a token that never occurs in text"
     )
 
 

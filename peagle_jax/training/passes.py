@@ -1,94 +1,51 @@
 """Forward passes of the frozen target and of a head over a batch of texts, and their comparison.
 
-Element (a, d), slot p = a + d, drafts x_{p+2}; its label is the target's output distribution at position
-p + 1. P-EAGLE trains all sampled elements in one pass; EAGLE-3 unrolls its feedback.
+Element (a, d), slot p = a + d, drafts x_{p+2}; its label is the target's output distribution at
+position p + 1. P-EAGLE trains all elements in one pass; EAGLE-3 unrolls its feedback.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import dispatch
-from peagle_jax.config import ConfigError
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.models.cache import PageCache, PagedAttention
-from peagle_jax.training import attention, cod
+from peagle_jax.training.attention import UnrolledAttention
 from peagle_jax.training.embedding import MaskedRows, TrainedEmbed
-from peagle_jax.training.mask_hidden import Hidden, mask_states
 from peagle_jax.training.objective import (
-    Distribution,
-    Labels,
     Table,
     by_chunk,
     distill,
     label_probabilities,
     tabulate,
 )
-from peagle_jax.training.partition import deal, sum_over
 from peagle_jax.training.picked import Picked, narrowed, pick
 from peagle_jax.training.stored_text import Text
-from peagle_jax.training.target import unembedding
 from peagle_jax.training.texts import Blocks, TextAttention
 from peagle_jax.training.weights import anchor_weights, pace_weights
 
 _PAGE_SIZE = 64  # positions; a block of keys of the attention kernels
+_STEP_DECAY = 0.8  # EAGLE-3: unrolled step s weighs _STEP_DECAY**s
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterOptions:
-    """Options of drafter training. `num_depths` is K_train (EAGLE-3: number of unrolled steps)."""
+class HeadOptions:
+    """Options of training a head, or its selector, on stored texts."""
 
-    continuations: Path
-    batch: int
-    num_depths: int
-    rate: float
-    min_rate: float
-    step_decay: float  # depth d (EAGLE-3: unrolled step d) weighs step_decay**d
+    texts: Path  # folder of train.npz and heldout.npz
+    batch: int  # texts of a step
+    num_depths: int  # K_train; of EAGLE-3 the unrolled steps
     dtype: str
-    attention: attention.Backend
-    query_chunk: int | None
-    loss_chunk: int
-    eval_sequences: int
-    num_draft: int  # J of the simulated acceptance length
-    loss: Literal["kl", "tv", "lk", "ce"] = "kl"  # ce: cross entropy of the text's own tokens
-    sharpen: float = 1.0  # temperature of the labels
-    segments: int = 1  # P-EAGLE: pieces of a text's elements; less memory
-    elements: Literal["anchors", "texts"] = "anchors"  # P-EAGLE: what COD drops
-    weights: Literal["depth", "dpace"] = "depth"  # P-EAGLE by texts: weights of the depths
-    repeat_weight: float = 1.0  # of anchors in text that occurred before
+    loss_chunk: int  # rows whose logits are in memory at once
     anchors: int | None = None  # of each text that are trained; None: all
-    max_temperature: float | None = None  # of the texts; None takes all
-    text_length: int | None = (
-        None  # tokens of the pieces that texts are cut into; None: whole texts
-    )
-    long_text: Path | None = None  # texts of another length, for every `long_every`-th step
-    long_every: int = 4
-    from_layers: bool = False  # the head's layers after the first start as the target's last ones
-    hidden: Hidden = "shared"  # P-EAGLE by texts: states of the mask rows
-
-    def __post_init__(self):
-        if not (0 < self.rate <= 1 and 0 <= self.min_rate <= 1):
-            raise ConfigError("--rate and --min-rate are shares, between 0 and 1")
-        if self.sharpen <= 0 or self.step_decay < 0:
-            raise ConfigError("--sharpen must be above 0, weights of depths not below it")
-        if not 0 <= self.repeat_weight <= 1:
-            raise ConfigError("--repeat-weight is a share, between 0 and 1")
-        if self.weights == "dpace" and self.elements != "texts":
-            raise ConfigError("--weights dpace needs whole chains: add --elements texts")
-        if self.hidden != "shared" and self.elements != "texts":
-            raise ConfigError(f"--hidden {self.hidden} needs --elements texts")
-        if self.elements == "texts" and (self.segments > 1 or self.query_chunk):
-            raise ConfigError(
-                "--segments and --query-chunk are for --elements anchors; with texts use --microbatches"
-            )
-        if min(self.num_depths, self.num_draft, self.batch, self.segments) < 1:
-            raise ConfigError("--depths, --num-draft, --batch and --segments must be at least 1")
+    num_draft: int = 7  # J of the simulated acceptance length
+    eval_sequences: int = 512
+    repeat_weight: float = 0.2  # of anchors in text that occurred before
 
 
 class Rows(NamedTuple):
@@ -135,7 +92,7 @@ class Run(NamedTuple):
 
 
 def run_target(target: Decoder, text: Text, taps: tuple[int, ...]) -> Run:
-    """The target's pass as the engine prefills: attention over pages, and the kernels of the device."""
+    """The target's pass as the engine prefills: attention over pages, kernels of the device."""
     tokens = text.tokens.astype(jnp.int32)
     B, S = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(S), tokens.shape)
@@ -162,19 +119,19 @@ def _positions(slots: jax.Array, num_slots: int) -> jax.Array:
     return text + jnp.minimum(slots + 1, num_slots - 1)
 
 
-def _teacher(head, target: Decoder, run: Run, options: DrafterOptions, at: jax.Array):
-    """The labels of rows `at` [R]; see `distill`."""
-    if options.loss == "ce":
-        return Labels(_next_drafts(head, run)[0][at])
+def unembedding(model: Decoder) -> jax.Array:
+    """The [V, D] weight that maps normed states to logits."""
+    return (model.embed if model.lm_head is None else model.lm_head).weight[...]
+
+
+def _teacher(head, target: Decoder, run: Run, chunk: int, at: jax.Array) -> Table:
+    """The labels of rows `at` [R]: several rows share a position."""
     normed = run.normed.reshape(-1, run.normed.shape[-1])
     weight = unembedding(target)
     if head.d2t is not None:
         weight = weight[draft_ids(head)]
     weight = jax.lax.stop_gradient(weight)
-    cap = target.config.logit_softcap
-    if options.elements == "texts" or head.config.method == "eagle3":  # several rows a position
-        return Table(at, *tabulate(normed, weight, options.sharpen, cap, options.loss_chunk))
-    return Distribution(normed[at], weight, options.sharpen, cap)
+    return Table(at, *tabulate(normed, weight, target.config.logit_softcap, chunk))
 
 
 def student_weight(head: DraftHead, target: Decoder) -> jax.Array:
@@ -189,7 +146,7 @@ def draft_ids(head: DraftHead) -> jax.Array:
 
 
 def _next_drafts(head: DraftHead, run: Run) -> tuple[jax.Array, jax.Array]:
-    """The next token at every position [B * S] as a draft id, and whether it has one; 0 for others."""
+    """The next token of every position [B * S] as a draft id, or 0; whether it has one."""
     following = _ahead(run.tokens, 1).reshape(-1)
     if head.d2t is None:
         return following, jnp.ones(following.shape, bool)
@@ -206,17 +163,16 @@ def _has_choice(head: DraftHead, target: Decoder, run: Run, chunk: int) -> jax.A
     return by_chunk(choose, run.normed.reshape(-1, run.normed.shape[-1]), chunk)
 
 
-def compare(head, target: Decoder, run: Run, options: DrafterOptions, rows: Rows) -> Outcome:
-    """Distils the head's rows towards the target's distributions, or the text's tokens."""
+def compare(head, target: Decoder, run: Run, options: HeadOptions, rows: Rows) -> Outcome:
+    """Distils the head's rows towards the target's distributions."""
     shape, flat = rows.used.shape, lambda x: x.reshape(-1, *x.shape[2:])
     importance = flat(rows.importance)
     result = distill(
         flat(head.norm(rows.out)),
         student_weight(head, target),
-        _teacher(head, target, run, options, flat(rows.at)),
+        _teacher(head, target, run, options.loss_chunk, flat(rows.at)),
         importance,
         options.loss_chunk,
-        "kl" if options.loss == "ce" else options.loss,
     )
     match = result.match
     if head.d2t is not None:
@@ -225,44 +181,18 @@ def compare(head, target: Decoder, run: Run, options: DrafterOptions, rows: Rows
     return Outcome(result.total, importance.sum(), *report, rows.used)
 
 
-def _anchor_weights(run: Run, options: DrafterOptions) -> jax.Array | float:
+def _anchor_weights(run: Run, options: HeadOptions) -> jax.Array | float:
     """Weights of the anchors [B, S], or 1 if all are equal."""
     if options.repeat_weight == 1:
         return 1.0
     return anchor_weights(run.tokens, options.repeat_weight)
 
 
-def pick_anchors(run: Run, valid: jax.Array, options: DrafterOptions, key) -> Picked | None:
+def pick_anchors(run: Run, valid: jax.Array, options: HeadOptions, key) -> Picked | None:
     """The anchors that are trained; None for all."""
     if options.anchors is None:
         return None
     return pick(key, valid, _anchor_weights(run, options), options.anchors)
-
-
-def _importance(run: Run, elements: cod.Elements, options: DrafterOptions, start: int = 0):
-    """float32 [B, T - start], of the rows from `start` on."""
-    weight = elements.used * jnp.asarray(options.step_decay**elements.depth, jnp.float32)
-    if options.repeat_weight != 1:
-        weight *= jnp.take_along_axis(_anchor_weights(run, options), elements.anchor, axis=1)
-    return weight[:, start:]
-
-
-def parallel_rows(
-    head: DraftHead, target: Decoder, run: Run, elements: cod.Elements, options: DrafterOptions
-) -> Rows:
-    """P-EAGLE over the sampled elements, in one pass of the head."""
-    B, S = run.tokens.shape
-    T = elements.anchor.shape[1]
-    mask_id = jnp.full((B, T - S), head.config.mask_token_id)
-    tokens = jnp.concatenate([_ahead(run.tokens, 1), mask_id], axis=1)
-    fused = head.fuse(run.taps)
-    mask_state = jnp.broadcast_to(head.fuse(head.mask_hidden[...]), (B, T - S, fused.shape[-1]))
-    hidden = jnp.concatenate([fused, mask_state], axis=1)
-    attend = attention.ElementAttention(elements, options.attention, options.query_chunk)
-    cache = [None] * head.config.num_layers
-    out, _ = head(target, tokens, hidden, elements.slots, cache, attend)
-    importance = _importance(run, elements, options)
-    return Rows(out, _positions(elements.slots, S), elements.used, importance)
 
 
 def text_rows(
@@ -271,10 +201,12 @@ def text_rows(
     run: Run,
     valid: jax.Array,
     blocks: Blocks,
-    options: DrafterOptions,
+    options: HeadOptions,
     picked: Picked | None = None,
 ) -> Rows:
     """P-EAGLE over blocks of whole texts, in one pass of the head; texts lie in the order drawn.
+
+    All depths weigh the same; `paced` weighs them by the head's confidence.
 
     Returns:
       Rows [R, S], or [R, P] of the anchors in `picked`.
@@ -289,12 +221,11 @@ def text_rows(
         tokens = jnp.pad(_ahead(run.tokens, 1).reshape(-1), (0, num_deep), constant_values=mask_id)
         tokens = tokens[:, None]
     fused = head.fuse(run.taps)
-    masked = jnp.broadcast_to(
-        mask_states(head, fused, blocks, picked), (*slots[B:].shape, fused.shape[-1])
-    )
+    masked = head.fuse(head.mask_hidden[...])[None, None]
+    masked = jnp.broadcast_to(masked, (*slots[B:].shape, fused.shape[-1]))
     positions = jnp.concatenate([jnp.tile(jnp.arange(S), B), slots[B:].reshape(-1)])[:, None]
     cache = [None] * head.config.num_layers
-    attend = TextAttention(blocks, options.attention, picked)
+    attend = TextAttention(blocks, picked)
     hidden = jnp.concatenate([x.reshape(-1, 1, x.shape[-1]) for x in (fused, masked)])
     out, _ = head(target, tokens, hidden, positions, cache, attend)
     context, deep = jnp.split(out[:, 0], [B * S])
@@ -302,7 +233,6 @@ def text_rows(
     # Deep drafts of a text's last anchors lie past its end.
     used = blocks.spread(valid) & blocks.ahead(valid)
     weight = blocks.spread(jnp.broadcast_to(_anchor_weights(run, options), (B, S)))
-    weight *= jnp.asarray(options.step_decay**blocks.depth, jnp.float32)[:, None]
     if picked is not None:
         context = narrowed(context, *picked)
         used, weight = (
@@ -311,69 +241,21 @@ def text_rows(
     out = jnp.concatenate([context, deep.reshape(-1, *context.shape[1:])])
     text = S * blocks.spread(jnp.arange(B))[:, None]
     at = text + jnp.minimum(slots + 1, S - 1)
-    rows = Rows(out, at, used, used * weight)
-    if options.weights == "dpace":
-        paces = _paces(head, target, run, blocks, options, rows)
-        rows = rows._replace(importance=rows.importance * paces)
-    return rows
+    return Rows(out, at, used, used * weight)
 
 
-def _paces(
-    head, target, run: Run, blocks: Blocks, options: DrafterOptions, rows: Rows
-) -> jax.Array:
-    """D-PACE weights of the rows [R, S], from the head's probabilities of the text's tokens."""
+def paced(head, target, run: Run, blocks: Blocks, chunk: int, rows: Rows) -> Rows:
+    """The rows with D-PACE weights, from the head's probabilities of the text's tokens."""
     (token, exists), at = _next_drafts(head, run), rows.at.reshape(-1)
     probs = label_probabilities(
         jax.lax.stop_gradient(head.norm(rows.out).reshape(-1, rows.out.shape[-1])),
         jax.lax.stop_gradient(student_weight(head, target)),
         token[at],
-        options.loss_chunk,
+        chunk,
     )
     probs = jnp.where(exists[at], probs, 0.0)
     by_depth = blocks.split(probs.reshape(rows.used.shape)), blocks.split(rows.used)
-    return jnp.concatenate(pace_weights(*by_depth))
-
-
-def _deep_outcome(options: DrafterOptions, shared, constants, piece: cod.Elements):
-    """Elements of depths 1.. on top of the context's keys: (total, the rest of an `Outcome`)."""
-    (head, context), (target, run) = shared, constants
-    S = piece.num_slots
-    slots, used = piece.slots[:, S:], piece.used[:, S:]
-    tokens = jnp.full(slots.shape, head.config.mask_token_id)
-    mask_state = head.fuse(head.mask_hidden[...])
-    hidden = jnp.broadcast_to(mask_state, (*slots.shape, mask_state.shape[-1]))
-    attend = attention.ElementAttention(piece, options.attention, options.query_chunk)
-    out, _ = head(target, tokens, hidden, slots, context, attend)
-    rows = Rows(out, _positions(slots, S), used, _importance(run, piece, options, start=S))
-    total, *report = compare(head, target, run, options, rows)
-    return total, report
-
-
-def partitioned_outcome(
-    head: DraftHead, target: Decoder, run: Run, elements: cod.Elements, options: DrafterOptions
-) -> tuple[Outcome, np.ndarray]:
-    """`parallel_rows` in `options.segments` pieces after the context; also the depth of each row."""
-    B, S = run.tokens.shape
-    attend = attention.UnrolledAttention(options.attention)
-    cache = [None] * head.config.num_layers
-    shifted, positions = _ahead(run.tokens, 1), elements.slots[:, :S]
-    out, cache = head(target, shifted, head.fuse(run.taps), positions, cache, attend)
-    used = elements.used[:, :S]
-    importance = _importance(run, elements, options)[:, :S]
-    rows = Rows(out, _positions(positions, S), used, importance)
-    first = compare(head, target, run, options, rows)
-    pieces = deal(elements, options.segments)
-    context = [keys for (keys,) in cache]
-    total, (counts, *deep) = sum_over(
-        partial(_deep_outcome, options), (head, context), (target, run), pieces
-    )
-
-    def join(context, pieces):  # [B, S], [P, B, R] -> [B, S + P*R]
-        return jnp.concatenate([context, jnp.moveaxis(pieces, 0, 1).reshape(B, -1)], axis=1)
-
-    depth = np.concatenate([pieces.depth[:S], np.tile(pieces.depth[S:], options.segments)])
-    report = map(join, first[2:], deep)
-    return Outcome(first.total + total, first.count + counts.sum(), *report), depth
+    return rows._replace(importance=rows.importance * jnp.concatenate(pace_weights(*by_depth)))
 
 
 def unrolled_rows(
@@ -381,19 +263,19 @@ def unrolled_rows(
     target: Decoder,
     run: Run,
     valid: jax.Array,
-    options: DrafterOptions,
+    options: HeadOptions,
     picked: Picked | None = None,
 ) -> Rows:
     """EAGLE-3's training-time test: row a of step s sits at slot a + s and is fed step s-1's row a.
 
-    Step 0 is the context and has all slots. With `picked` later steps have these anchors only, and the
-    result has [B, num_depths * P] instead of [B, num_depths * S] rows.
+    Step 0 is the context and has all slots. With `picked` later steps have these anchors only, and
+    the result has [B, num_depths * P] instead of [B, num_depths * S] rows.
     """
     S = run.tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(S), run.tokens.shape)
     anchors = positions if picked is None else picked.slots
     chosen = lambda x: x if picked is None else jnp.take_along_axis(x, anchors, axis=1)
-    attend = attention.UnrolledAttention(options.attention, options.query_chunk, anchors)
+    attend = UnrolledAttention(anchors)
     weight = chosen(jnp.broadcast_to(_anchor_weights(run, options), positions.shape))
     cache = [None] * head.config.num_layers
     out, cache = head(target, _ahead(run.tokens, 1), head.fuse(run.taps), positions, cache, attend)
@@ -407,5 +289,5 @@ def unrolled_rows(
             outs.append(out)
         at.append(_positions(anchors + s, S))
         used.append(chosen(valid & _ahead(valid, s)))
-        importance.append((used[-1] * options.step_decay**s * weight).astype(jnp.float32))
+        importance.append((used[-1] * _STEP_DECAY**s * weight).astype(jnp.float32))
     return Rows(*(jnp.concatenate(x, axis=1) for x in (outs, at, used, importance)))

@@ -1,7 +1,7 @@
 """Training on some anchors of each text; the others only serve as context.
 
-A text's prompt is not trained, and what repeats its beginning teaches little. So the fresh anchors are
-picked first, at random if they are too many. All depths of a text share its anchors.
+A text's prompt is not trained, and what repeats its beginning teaches little. So the fresh anchors
+are picked first, at random if they are too many. All depths of a text share its anchors.
 
 Letters: B texts of S slots, P anchors picked, A rows, each a row of one of the B texts.
 """

@@ -1,17 +1,21 @@
-"""The recommended recipe: command lines of the stages, and what they will take."""
+"""The recommended recipe: head, run and batch for a target, and what they will take."""
 
 import math
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from peagle_jax.config import DrafterConfig, TargetConfig
+from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import build
+from peagle_jax.training.passes import HeadOptions
+from peagle_jax.training.texts import kept_shares
+from peagle_jax.training.trainer import RunConfig
 
 _TABLE_BYTES = 2**31  # of the teacher's distributions, [tokens of a piece of a batch, V]
 _USED = 0.3  # share of a device's speed in products that a step reaches
@@ -36,7 +40,7 @@ class Shape:
 def shape_of(
     config: TargetConfig, *, rows: int, heldout: int, length: int, step_tokens: int, epochs: float
 ) -> Shape:
-    """Steps of about `step_tokens` over `rows` texts, in pieces whose table of distributions is bounded."""
+    """Steps of about `step_tokens`, in pieces whose table of distributions is bounded."""
     batch = max(1, min(step_tokens // length, rows, 4 * heldout))
     piece = max(1, _TABLE_BYTES // (2 * config.vocab_size * length))
     microbatches = next(n for n in range(-(-batch // piece), batch + 1) if batch % n == 0)
@@ -49,37 +53,103 @@ def learning_rate(hidden_size: int) -> float:
     return round(min(3e-3, 3e-3 * (256 / hidden_size) ** 0.5), 6)
 
 
-def drafter_line(args, plan: "Plan", dtype: str) -> list[str]:
-    """Command line of the stage `drafter`; what the ablations chose is its default (docs/training.md)."""
-    own = dict(method=args.method, layers=args.layers, mask_token_id=args.mask_token_id)
-    own |= dict(anchors=args.length // 2, draft_vocab=args.draft_vocab)
-    share = 1 - SELECTOR_SHARE if args.selector and args.method == "peagle" else 1.0
-    return _line("drafter", args, plan, dtype, learning_rate(plan.target.hidden_size), share, own)
+def head_config(
+    target: TargetConfig,
+    *,
+    method: str,
+    layers: int | None = None,
+    mask_token_id: int | None = None,
+    share: Collection[str] = (),
+    draft_vocab: int | None = None,
+) -> DrafterConfig:
+    """A new head in the target's shape, by default with the layers of the released ones.
+
+    Args:
+      draft_vocab: number of tokens that are drafted; None: all.
+      share: "embedding" and "unembedding": tables of the target in place of the head's own.
+    """
+    peagle = method == "peagle"
+    if draft_vocab is not None and (draft_vocab > target.vocab_size or "unembedding" in share):
+        raise ConfigError(
+            f"--draft-vocab {draft_vocab}: the target has {target.vocab_size} tokens, "
+            "and a shared unembedding has all"
+        )
+    return DrafterConfig(
+        method=method,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab or target.vocab_size,
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        num_layers=layers or (4 if peagle else 1),
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        intermediate_size=target.mlp_size(target.num_layers - 1),
+        norm_eps=target.norm_eps,
+        rope=target.rope,
+        num_taps=len(target.default_taps),
+        taps=None,
+        mask_token_id=mask_token_id if peagle else None,
+        own_embedding=peagle and "embedding" not in share,
+        own_lm_head="unembedding" not in share,
+        trained_num_draft=8 if peagle else 7,
+        qk_norm=False,
+    )
 
 
-def selector_line(args, plan: "Plan", dtype: str) -> list[str]:
-    """Command line of the stage `selector`."""
-    own = dict(head=args.out / "head" / "final", rank=min(256, plan.target.hidden_size))
-    return _line("selector", args, plan, dtype, 1.5e-3, SELECTOR_SHARE, own)
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """Of a training: `steps`, or `minutes` instead."""
+
+    steps: int
+    minutes: float | None
+
+    def share(self, share: float) -> "Length":
+        minutes = None if self.minutes is None else share * self.minutes
+        return Length(steps=max(1, round(share * self.steps)), minutes=minutes)
 
 
-def _line(
-    stage: str, args, plan: "Plan", dtype: str, rate: float, share: float, own: dict
-) -> list[str]:
-    shape = plan.shape
-    steps = max(1, round(share * shape.steps))
-    every = max(1, min(500, steps // 4))
-    given = own | dict(
-        target=args.target, text=args.out / "text", dtype=dtype, seed=args.seed,
-        batch=shape.batch, microbatches=shape.microbatches, learning_rate=rate,
-        adam_learning_rate=rate * 2 / 3, loss_chunk=loss_chunk(plan.target.vocab_size),
-        warmup=min(100, max(1, steps // 10)), eval_every=every, save_every=every,
+def head_run(plan: "Plan", out: Path, length: Length, seed: int) -> RunConfig:
+    """Muon for the head's inner matrices."""
+    rate = learning_rate(plan.target.hidden_size)
+    return _run(plan, out, length, seed, optimizer="muon", rate=rate, weight_decay=0.1)
+
+
+def selector_run(plan: "Plan", out: Path, length: Length, seed: int) -> RunConfig:
+    return _run(plan, out, length, seed, optimizer="adamw", rate=1.5e-3, weight_decay=0.01)
+
+
+def _run(plan, out, length, seed, *, optimizer: str, rate: float, weight_decay: float) -> RunConfig:
+    every = max(1, min(500, length.steps // 4))
+    return RunConfig(
+        out=out,
+        steps=length.steps if length.minutes is None else None,
+        minutes=length.minutes,
+        optimizer=optimizer,
+        learning_rate=rate,
+        adam_learning_rate=rate * 2 / 3,
+        weight_decay=weight_decay,
+        warmup=min(100, max(1, length.steps // 10)),
+        decay=0.4,
+        clip=1.0,
+        microbatches=plan.shape.microbatches,
+        seed=seed,
         log_every=min(50, every),
-        **(dict(steps=steps) if args.minutes is None else dict(minutes=share * args.minutes)),
-    )  # fmt: skip
-    shared = ["--share", *args.share] if stage == "drafter" and args.share else []
-    flags = ([f"--{k.replace('_', '-')}", str(v)] for k, v in given.items() if v is not None)
-    return [stage, *shared, *(word for flag in flags for word in flag)]
+        eval_every=every,
+        save_every=every,
+    )
+
+
+def head_options(plan: "Plan", texts: Path, dtype: str) -> HeadOptions:
+    """Half of the anchors of each text are trained; the selector takes all."""
+    return HeadOptions(
+        texts=texts,
+        batch=plan.shape.batch,
+        num_depths=plan.head.trained_num_draft,
+        dtype=dtype,
+        loss_chunk=loss_chunk(plan.target.vocab_size),
+        anchors=plan.shape.length // 2,
+    )
 
 
 def num_weights(model) -> int:
@@ -101,8 +171,8 @@ class Plan:
 
     @property
     def rows(self) -> float:
-        """Rows of the head for each token: its own, and those of deeper drafts (rate 0.8, at least 0.2)."""
-        kept = np.maximum(0.8 ** np.arange(self.head.trained_num_draft or 8), 0.2)
+        """Rows of the head for each token: its own, and those of deeper drafts."""
+        kept = kept_shares(self.head.trained_num_draft)
         deep = float(kept.sum()) if self.head.method == "peagle" else len(kept)
         return 1 + 0.5 * (deep - 1)  # half of the anchors are picked
 
@@ -124,7 +194,7 @@ class Plan:
         }
 
     def flops(self) -> float:
-        """Of a step: the target's pass and its logits, the head's forward and backward pass and its logits."""
+        """Of a step: the target's pass and its logits, the head's two passes and its logits."""
         target, head, tokens = self.target, self.head, self.shape.tokens
         table = target.vocab_size * target.hidden_size
         tables = head.vocab_size * head.own_embedding + head.draft_vocab_size * head.own_lm_head
@@ -133,7 +203,7 @@ class Plan:
         return tokens * (2 * (active_weights(target) + table) + of_head)
 
     def report(self, tflops: float | None) -> str:
-        """Lines of memory and time. Products run at `tflops`, or at the speed measured on this device."""
+        """Lines of memory and time. Products run at `tflops`, or as fast as on this device."""
         shape, memory = self.shape, self.memory()
         speed = measured_speed() if tflops is None else 1e12 * tflops
         minutes = shape.steps * self.flops() / (_USED * speed) / 60
@@ -146,7 +216,8 @@ class Plan:
                 f"{sum(memory.values()) / 2**30:8.2f} GiB  in all, roughly",
                 f"head: {self.head_weights / 1e6:.1f} M weights, {self.head.num_layers} layers",
                 f"training: {shape.steps} steps of {texts}{pieces}",
-                f"time: roughly {minutes:.1f} minutes at {speed / 1e12:.3g} TFLOP/s, beside the answers",
+                f"time: roughly {minutes:.1f} minutes at {speed / 1e12:.3g} TFLOP/s, "
+                "beside the answers",
             ]
         )
 

@@ -1,12 +1,11 @@
 """Training of a P-EAGLE head's selector. Target and head stay as they are.
 
-The loss is the cross entropy of the text's token among the candidates of a deep draft, given the text's
-token before it. A token that is not among the candidates has no loss: the selector cannot choose it.
+The loss is the cross entropy of the text's token among the candidates of a deep draft, given the
+text's token before it. A token that is not among the candidates has no loss: the selector cannot
+choose it.
 """
 
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -20,53 +19,22 @@ from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.drafter import candidate_scores
 from peagle_jax.method.selector import CANDIDATES, Selector, walk
 from peagle_jax.models import Decoder
-from peagle_jax.training.acceptance import earlier, leading, repeats
-from peagle_jax.training.acceptance import walk as simulate
-from peagle_jax.training.attention import Backend
+from peagle_jax.training.acceptance import lengths
 from peagle_jax.training.drafter import all_rows
 from peagle_jax.training.objective import by_chunk
 from peagle_jax.training.passes import (
-    DrafterOptions,
+    HeadOptions,
     Rows,
     Run,
     Text,
     run_target,
     slot_is_trained,
     text_rows,
+    unembedding,
 )
-from peagle_jax.training.stored_text import batches, load_text, rows_of
-from peagle_jax.training.target import unembedding
+from peagle_jax.training.stored_text import batches, held_out, load_text, rows_of
 from peagle_jax.training.texts import blocks_of
 from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
-
-_RATE, _MIN_RATE = 0.8, 0.2  # texts kept from depth to depth, as for the head
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelectorOptions:
-    """Options of selector training. `num_depths` is K_train: depths 1.. are trained."""
-
-    continuations: Path
-    rank: int
-    batch: int
-    num_depths: int
-    dtype: str
-    attention: Backend
-    loss_chunk: int
-    eval_sequences: int
-    num_draft: int  # J of the simulated acceptance length
-    repeat_weight: float = 1.0  # of anchors in text that occurred before
-    max_temperature: float | None = None  # of the texts; None takes all
-
-    def passes(self, num_depths: int) -> DrafterOptions:
-        """Options of the head's pass over texts."""
-        return DrafterOptions(
-            continuations=self.continuations, batch=self.batch, num_depths=num_depths, rate=_RATE,
-            min_rate=_MIN_RATE, step_decay=1.0, dtype=self.dtype,
-            attention=self.attention, query_chunk=None, loss_chunk=self.loss_chunk,
-            eval_sequences=self.eval_sequences, num_draft=self.num_draft, elements="texts",
-            repeat_weight=self.repeat_weight,
-        )  # fmt: skip
 
 
 def with_selector(head: DraftHead, selector: Selector, rank: int) -> DraftHead:
@@ -87,8 +55,8 @@ def _tables(head: DraftHead, target: Decoder) -> tuple[jax.Array, jax.Array]:
 def _start(head: DraftHead, target: Decoder, rank: int, seed: int) -> tuple[Params, dict]:
     """(first weights, units): a selector's matrix is its weight times its unit.
 
-    Embeddings and unembeddings of different models have different scales; in these units one learning
-    rate suits all. Edges start at zero.
+    Embeddings and unembeddings of different models have different scales; in these units one
+    learning rate suits all. Edges start at zero.
     """
     D = head.config.hidden_size
     before, after = (float(jnp.std(x.astype(jnp.float32))) for x in _tables(head, target))
@@ -113,16 +81,13 @@ class _Deep(NamedTuple):
     weight: jax.Array  # [N] float32, 0 without a loss
 
 
-def _deep_rows(
-    head: DraftHead, target: Decoder, text: Text, key, options: SelectorOptions
-) -> _Deep:
-    """The head's deep rows over a batch; the first texts of a random order are read to greater depths."""
+def _deep_rows(head: DraftHead, target: Decoder, text: Text, key, options: HeadOptions) -> _Deep:
+    """The head's deep rows over a batch; the first texts of a random order are read deepest."""
     order = jax.random.permutation(key, len(text.tokens))
     text = rows_of(text, order)
     run = run_target(target, text, _taps(head, target))
-    blocks = blocks_of(len(text.tokens), options.num_depths, _RATE, _MIN_RATE)
-    passes = options.passes(options.num_depths)
-    rows = text_rows(head, target, run, slot_is_trained(text), blocks, passes)
+    blocks = blocks_of(len(text.tokens), options.num_depths)
+    rows = text_rows(head, target, run, slot_is_trained(text), blocks, options)
     deep = len(text.tokens)  # rows of depth 0, before these, see the token before them
     out, at, importance = (
         x[deep:].reshape(-1, *x.shape[2:]) for x in (rows.out, rows.at, rows.importance)
@@ -146,7 +111,7 @@ def _taps(head: DraftHead, target: Decoder) -> tuple[int, ...]:
     return head.config.taps or target.config.default_taps
 
 
-def _scored(selector: Selector, tables, options: SelectorOptions, deep: _Deep):
+def _scored(selector: Selector, tables, options: HeadOptions, deep: _Deep):
     """(loss, metrics) of deep rows; see `trainer.Task`."""
     embedding, columns = tables
 
@@ -164,10 +129,11 @@ def _scored(selector: Selector, tables, options: SelectorOptions, deep: _Deep):
     return loss, (count, dict(accuracy=(right, count), head_accuracy=(right_before, count)))
 
 
-def selected(head: DraftHead, target: Decoder, text: Text, options: SelectorOptions) -> jax.Array:
+def selected(head: DraftHead, target: Decoder, text: Text, options: HeadOptions) -> jax.Array:
     """`selected_of` texts."""
     run = run_target(target, text, _taps(head, target))
-    rows = all_rows(head, target, run, slot_is_trained(text), options.passes(options.num_draft))
+    drafted = replace(options, num_depths=options.num_draft)
+    rows = all_rows(head, target, run, slot_is_trained(text), drafted)
     return selected_of(head, target, run, rows, options.num_draft, options.loss_chunk)
 
 
@@ -200,51 +166,18 @@ def selected_of(
     return jnp.moveaxis(match.reshape(B, S, -1), 1, 2) & by_depth(rows.used)
 
 
-def _evaluation(evaluate_batch, heldout: Text, options: SelectorOptions) -> dict[str, float]:
-    """Loss and simulated acceptance lengths on held-out greedy texts.
-
-    Args:
-      evaluate_batch: function from texts to (`selected`, sum of the losses, sum of their weights).
-    """
-    size, count = _evaluated(options, heldout)
-    pieces = (rows_of(heldout, slice(i, i + size)) for i in range(0, count, size))
-    parts = [jax.device_get(evaluate_batch(piece)) for piece in pieces]
-    match, losses, counts = (np.stack(part) for part in zip(*parts, strict=True))
-    match = match.reshape(count, *match.shape[2:])
-    seen = repeats([earlier(row) for row in heldout.tokens[:count]], match.shape[2])
-    run = leading(match, options.num_draft)
-    rounds = simulate(run, heldout.prompt[:count], heldout.length[:count])
-    fresh = rounds.take(~seen[rounds.text, rounds.slot])
-    return dict(
-        loss=float(losses.sum() / max(counts.sum(), 1)),
-        acceptance_length=rounds.acceptance_length,
-        fresh_acceptance_length=fresh.acceptance_length,
-    )
-
-
-def _evaluated(options: SelectorOptions, heldout: Text) -> tuple[int, int]:
-    """(texts at once, texts in all) of an evaluation."""
-    size = max(1, options.batch // 4)
-    return size, min(options.eval_sequences, len(heldout.tokens)) // size * size
-
-
-def make_task(head: DraftHead, target: Decoder, options: SelectorOptions, run: RunConfig):
-    """Builds the `Task`. Also returns the function from trained weights to the finished head.
+def make_task(head: DraftHead, target: Decoder, options: HeadOptions, run: RunConfig, rank: int):
+    """The task, and the function from trained weights to the head with a selector of this rank.
 
     Raises:
       ConfigError: a head that cannot have a selector, or options that do not fit the texts.
     """
     if head.config.method != "peagle":
         raise ConfigError("a selector belongs to a P-EAGLE head: EAGLE-3 sees its earlier drafts")
-    if any(head.config.sliding_windows or ()):
-        raise ConfigError("a selector cannot be trained for a head with sliding windows")
-    stored = partial(load_text, target.config, options.continuations)
-    text, heldout = stored("train", options.max_temperature), stored("heldout")
-    rows = len(text.tokens)
-    if rows < options.batch or not _evaluated(options, heldout)[1]:
-        raise ConfigError(f"--batch {options.batch} is more than there are texts; lower it")
-    params, units = _start(head, target, options.rank, run.seed)
-    config = replace(head.config, selector_rank=options.rank)
+    text, heldout = (load_text(target.config, options.texts, n) for n in ("train", "heldout"))
+    pieces = held_out(heldout, options.batch, options.eval_sequences)
+    params, units = _start(head, target, rank, run.seed)
+    config = replace(head.config, selector_rank=rank)
     empty = nnx.eval_shape(lambda: Selector(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     merge = split_model(empty)[1]
     scaled = lambda params: {name: units[name] * leaf for name, leaf in params.items()}
@@ -262,22 +195,27 @@ def make_task(head: DraftHead, target: Decoder, options: SelectorOptions, run: R
         with dispatch.references():  # as in training
             models = merge_models(constants)
             selector = merge(cast(scaled(params), options.dtype))
-            trained = with_selector(models.head, selector, options.rank)
+            trained = with_selector(models.head, selector, rank)
             deep = _deep_rows(trained, models.target, text, jax.random.key(0), options)
             loss, (count, _) = _scored(selector, _tables(trained, models.target), options, deep)
             return selected(trained, models.target, text, options), loss, count
+
+    def evaluate(params):
+        parts = [jax.device_get(evaluate_batch(params, constants, piece)) for piece in pieces]
+        match, losses, counts = (np.stack(part) for part in zip(*parts, strict=True))
+        match = match.reshape(-1, *match.shape[2:])
+        loss = float(losses.sum() / max(counts.sum(), 1))
+        return dict(loss=loss, **lengths(match, heldout, options.num_draft))
 
     task = Task(
         params=params,
         loss=loss,
         constants=constants,
         batch=batches(text, options.batch, run.seed),
-        evaluate=lambda params: _evaluation(
-            lambda text: evaluate_batch(params, constants, text), heldout, options
-        ),
+        evaluate=evaluate,
         tokens_per_step=options.batch * text.tokens.shape[1],
     )
-    return task, lambda params: with_selector(head, merge(scaled(params)), options.rank)
+    return task, lambda params: with_selector(head, merge(scaled(params)), rank)
 
 
 class _Models(nnx.Module):

@@ -11,7 +11,7 @@ from peagle_jax.config import ConfigError, TargetConfig
 
 
 class Text(NamedTuple):
-    """A batch of texts: tokens 0..prompt-1 are the prompt, prompt..length-1 are the target's answer.
+    """Texts: tokens 0..prompt-1 are the prompt, prompt..length-1 are the target's answer.
 
     A row of several texts, one behind the other, has `answer`: which of its tokens are trained.
     """
@@ -31,31 +31,22 @@ def rows_of(text: Text, index) -> Text:
     return jax.tree.map(lambda x: x[index], text)
 
 
-def load_text(
-    config: TargetConfig,
-    folder: Path,
-    name: str,
-    max_temperature: float | None = None,
-    *,
-    flag: str = "--text",
-) -> Text:
-    """Texts of `{name}.npz`, for a target with this config; `flag` is the option that gave `folder`.
+def load_text(config: TargetConfig, folder: Path, name: str) -> Text:
+    """Texts of `folder/{name}.npz`, for a target with this config.
 
-    Args:
-      max_temperature: leaves out texts that were sampled above it.
     Raises:
       ConfigError: the file cannot be read, or holds what the target cannot have written.
     """
     path = folder / f"{name}.npz"
     try:
-        return _read(path, config, max_temperature)
+        return _read(path, config)
     except FileNotFoundError:
         raise
     except Exception as error:  # numpy and zipfile raise many kinds for broken files
-        raise ConfigError(f"{flag} {path}: {error}") from error
+        raise ConfigError(f"{path}: {error}") from error
 
 
-def _read(path: Path, config: TargetConfig, max_temperature: float | None) -> Text:
+def _read(path: Path, config: TargetConfig) -> Text:
     with np.load(path) as file:
         arrays = dict(file)
     missing = [key for key in ("tokens", "prompt", "length") if key not in arrays]
@@ -63,12 +54,7 @@ def _read(path: Path, config: TargetConfig, max_temperature: float | None) -> Te
         raise ConfigError(f"has no array {missing[0]!r}")
     text = Text(*(arrays.get(key) for key in Text._fields))
     _check(text, config)
-    if max_temperature is None:
-        return text
-    heat = arrays.get("temperature", np.zeros(0))
-    if heat.shape != text.prompt.shape:
-        raise ConfigError("has no temperatures; leave out --max-temperature")
-    return rows_of(text, heat <= max_temperature)
+    return text
 
 
 def _check(text: Text, config: TargetConfig) -> None:
@@ -84,7 +70,8 @@ def _check(text: Text, config: TargetConfig) -> None:
     )
     if not ends:
         raise ConfigError(
-            "needs whole numbers tokens [n, S], prompt [n] and length [n], and answer [n, S] of bool or none"
+            "needs whole numbers tokens [n, S], prompt [n] and length [n], "
+            "and answer [n, S] of bool or none"
         )
     if not count:
         raise ConfigError("has no texts")
@@ -103,26 +90,14 @@ def _check(text: Text, config: TargetConfig) -> None:
         raise ConfigError("has no text with two written tokens, so nothing to train")
 
 
-def pieces(text: Text, length: int) -> Text:
-    """Texts cut into pieces of `length` tokens; pieces of a prompt alone are left out.
+def batches(text: Text, size: int, seed: int) -> Callable[[int], Text]:
+    """Step -> `size` of the texts, without repetition in an epoch.
 
     Raises:
-      ConfigError: pieces of this length do not make up a text.
+      ConfigError: there are fewer texts.
     """
-    width = text.tokens.shape[1]
-    if width % length:
-        raise ConfigError(f"--text-length {length} does not divide the texts' {width} tokens")
-    start = np.arange(0, width, length)
-    inside = lambda ends: np.clip(ends[:, None] - start, 0, length).reshape(-1).astype(np.int32)
-    prompt, used = inside(text.prompt), inside(text.length)
-    # A slot is trained if its token was generated and another one follows.
-    kept = used - np.maximum(prompt, 1) >= 2
-    cut = lambda x: None if x is None else x.reshape(-1, length)[kept]
-    return Text(cut(text.tokens), prompt[kept], used[kept], cut(text.answer))
-
-
-def batches(text: Text, size: int, seed: int) -> Callable[[int], Text]:
-    """Step -> `size` of the texts, without repetition in an epoch."""
+    if size > len(text.tokens):
+        raise ConfigError(f"a step has {size} texts, and there are {len(text.tokens)}")
     per_epoch = len(text.tokens) // size
 
     def batch(step: int) -> Text:
@@ -132,3 +107,16 @@ def batches(text: Text, size: int, seed: int) -> Callable[[int], Text]:
         return rows_of(text, chosen)
 
     return batch
+
+
+def held_out(text: Text, batch: int, most: int) -> list[Text]:
+    """At most `most` texts for an evaluation, in pieces of a quarter of a batch.
+
+    Raises:
+      ConfigError: there is no whole piece.
+    """
+    size = max(1, batch // 4)
+    count = min(most, len(text.tokens)) // size * size
+    if not count:
+        raise ConfigError(f"a piece has {size} held-out texts, and there are {len(text.tokens)}")
+    return [rows_of(text, slice(i, i + size)) for i in range(0, count, size)]

@@ -1,7 +1,7 @@
 """Questions that a chat model asks itself: what it writes where its template has the user's turn.
 
-No data set is needed (arXiv 2406.08464). Questions that share ten words in a row with a text of `exclude`, as those of
-an evaluation, are left out.
+No data set is needed (arXiv 2406.08464). Questions that share ten words in a row with a text of
+`exclude`, as those of an evaluation, are left out.
 """
 
 import json
@@ -26,7 +26,7 @@ _WORDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class SynthesisOptions:
-    """How many questions are sampled, of at most `max_tokens` tokens, and whose words they must not share."""
+    """How many questions are sampled, how long, and whose words they must not share."""
 
     num: int
     max_tokens: int

@@ -1,17 +1,18 @@
-"""COD by texts: depth d is trained on the first B_d texts of a shuffled batch, on all their anchors.
+"""COD by texts: depth d is trained on all anchors of the first B_d texts of a shuffled batch.
 
-The expected number of elements is that of `training.cod`, and the elements of a depth are a dense block
-[B_d, S]: nothing is sorted or gathered. Blocks lie one after the other,
+The paper drops anchors of each text. Dropping texts keeps the expected number of elements, and the
+elements of a depth are a dense block [B_d, S]: nothing is sorted or gathered. Blocks lie one after
+the other,
 
     rows 0..B-1        texts at depth 0, the context
     B_1 rows           texts[:B_1] at depth 1
     B_2 rows           texts[:B_2] at depth 2          B >= B_1 >= B_2 >= ...
 
-so the elements are R = B + B_1 + ... rows of S slots. Element (a, d) of a text is column a of its row in
-block d; its parent is the same column of the same text in block d - 1.
+so the elements are R = B + B_1 + ... rows of S slots. Element (a, d) of a text is column a of its
+row in block d; its parent is the same column of the same text in block d - 1.
 
-Attention of (a, d): the context up to a, which is causal attention of the row, and its own chain, which
-is at most K_train - 1 keys in the same column.
+Attention of (a, d): the context up to a, which is causal attention of the row, and its own chain,
+which is at most K_train - 1 keys in the same column.
 """
 
 import itertools
@@ -25,9 +26,11 @@ import numpy as np
 
 from peagle_jax.models.layers import AttentionRows
 from peagle_jax.training import flash
-from peagle_jax.training.attention import Backend, heads_of, is_flash
+from peagle_jax.training.attention import heads_of, is_flash
 from peagle_jax.training.picked import Picked, narrowed, widened
 
+RATE, MIN_RATE = 0.8, 0.2
+"""Shares of the texts kept from depth to depth, and at any depth."""
 _NO_WEIGHT = 1e4
 """Log-sum-exp of a row whose attention weights are to be 0 in the backward pass."""
 
@@ -57,7 +60,7 @@ class Blocks:
         return jnp.concatenate([pad(d, size) for d, size in enumerate(self.sizes)])
 
     def gathered(self, x: jax.Array) -> jax.Array:
-        """Adds up the rows [R, ...] of a text over the depths: [B, ...]. The transpose of `spread`."""
+        """Adds up the rows [R, ...] of a text over the depths: [B, ...]. Transposes `spread`."""
         return _sum(self.split(x), self.sizes[0])
 
 
@@ -67,12 +70,17 @@ def _sum(blocks: list[jax.Array], rows: int) -> jax.Array:
     return sum(map(wide, blocks))
 
 
-def blocks_of(batch: int, num_depths: int, rate: float, min_rate: float) -> Blocks:
-    """Depth d keeps floor(batch * max(rate**d, min_rate)) texts, and at least one.
+def kept_shares(num_depths: int) -> np.ndarray:
+    """Share of the texts that are trained at each depth."""
+    return np.maximum(RATE ** np.arange(num_depths), MIN_RATE)
 
-    64 texts at rate 0.8 and min_rate 0.2: 64, 51, 40, 32, 26, 20, 16, 13.
+
+def blocks_of(batch: int, num_depths: int) -> Blocks:
+    """Depth d keeps floor(batch * max(RATE**d, MIN_RATE)) texts, and at least one.
+
+    Of 64 texts: 64, 51, 40, 32, 26, 20, 16, 13.
     """
-    kept = np.maximum(rate ** np.arange(num_depths), min_rate)
+    kept = kept_shares(num_depths)
     # 0.8 ** 2 is a little above 0.64 in floating point, other powers are a little below.
     return Blocks(tuple(int(n) for n in np.maximum(np.floor(batch * kept + 1e-6), 1)))
 
@@ -81,18 +89,17 @@ def blocks_of(batch: int, num_depths: int, rate: float, min_rate: float) -> Bloc
 class TextAttention:
     """`layers.Attend` over all depths in one call, without a cache.
 
-    Rows are B * S of depth 0, then those of the blocks B_1, B_2, ...; their leading axes do not matter. Deep
-    blocks have all S anchors of a text, or those of `picked`.
+    Rows are B * S of depth 0, then those of the blocks B_1, B_2, ...; their leading axes do not
+    matter. Deep blocks have all S anchors of a text, or those of `picked`.
     """
 
     blocks: Blocks
-    backend: Backend = "auto"
     picked: Picked | None = None
 
     def __call__(self, rows: AttentionRows, cache: None, *, window: int | None, scale, sinks):
         q, k, v = heads_of(rows, scale, sinks)
         if window is not None:
-            raise ValueError("elements by texts have no sliding window")
+            raise ValueError("heads with sliding windows are not trained")
         B, deep = self.blocks.sizes[0], sum(self.blocks.sizes[1:])
         flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
         picked = self.picked
@@ -100,12 +107,12 @@ class TextAttention:
         edge = len(flat[0]) - deep * columns
         first = [x[:edge].reshape(B, edge // B, *x.shape[1:]) for x in flat]
         rest = [x[edge:].reshape(deep, columns, *x.shape[1:]) for x in flat]
-        outs = _attend(self.blocks, is_flash(self.backend, q.dtype), picked, first, rest)
+        outs = _attend(self.blocks, is_flash(q.dtype), picked, first, rest)
         return jnp.concatenate([x.reshape(-1, *x.shape[2:]) for x in outs]).reshape(q.shape), None
 
 
 def _chains(blocks: list[jax.Array], depth: int) -> jax.Array:
-    """Blocks [B_j, P, K, H] of the chain of `depth` >= 1 as float32 [B_d, P, K, 1, d, H], j = 1..d."""
+    """Blocks [B_j, P, K, H], j = 1..d, of the chain of `depth` as float32 [B_d, P, K, 1, d, H]."""
     rows = len(blocks[depth - 1])
     chain = jnp.stack([block[:rows] for block in blocks[:depth]], axis=3)
     return chain.astype(jnp.float32)[:, :, :, None]
@@ -131,7 +138,7 @@ class _Deep(NamedTuple):
         return self.blocks.spread(x)[self.blocks.sizes[0] :]
 
     def join(self, first: jax.Array, deep: jax.Array, fill: float = 0.0) -> jax.Array:
-        """Rows of depth 0 [B, S, ...] and deep rows [.., P, ...], all at their slots: [R, S, ...]."""
+        """Rows of depth 0 [B, S, ...] and deep rows [.., P, ...] at their slots: [R, S, ...]."""
         if self.picked is not None:
             deep = widened(deep, self._spread(self.picked.columns), fill)
         return jnp.concatenate([first, deep])

@@ -1,7 +1,7 @@
 """The training loop of target and drafter: optimiser, schedule, checkpoints, curves.
 
-Data, randomness and learning rate are functions of the step number. So a run that is killed and restarted
-continues exactly where its last checkpoint left off.
+Data, randomness and learning rate are functions of the step number. So a run that is killed and
+restarted continues exactly where its last checkpoint left off.
 """
 
 import json
@@ -74,8 +74,8 @@ class RunConfig:
 class Task:
     """A training task: parameters, data and loss.
 
-    `loss(params, constants, batch, key)` returns `(loss_sum, (count, metrics))`; `metrics` maps names to
-    (numerator, denominator), each a scalar or an array with one entry per depth.
+    `loss(params, constants, batch, key)` returns `(loss_sum, (count, metrics))`; `metrics` maps
+    names to (numerator, denominator), each a scalar or an array with one entry per depth.
     """
 
     params: Params  # float32 masters
@@ -119,7 +119,7 @@ def _equal_matrices(params: Params) -> list[list[str]]:
 def _stacked(
     rule: optax.GradientTransformation, groups: list[list[str]]
 ) -> optax.GradientTransformation:
-    """Applies `rule` to stacks [n, out, in] of matrices of one shape, each stack under its first name.
+    """Applies `rule` to stacks [n, out, in] of equal matrices, each under its first name.
 
     Muon then runs a few batched products instead of many small ones."""
     inner = {name for group in groups for name in group}
@@ -140,8 +140,8 @@ def _stacked(
 def make_optimizer(run: RunConfig, params: Params) -> optax.GradientTransformation:
     """Clipping, then Muon for inner matrices and AdamW for the rest, or AdamW for all.
 
-    Muon's update is scaled to the size AdamW's would have (`consistent_rms`), so both learning rates
-    mean the same thing. Weights are stored [out, in]; weight decay spares vectors.
+    Muon's update is scaled to the size AdamW's would have (`consistent_rms`), so both learning
+    rates mean the same thing. Weights are stored [out, in]; weight decay spares vectors.
     """
     matrices = {name: _is_matrix(name, leaf) for name, leaf in params.items()}
     decayed = {name: leaf.ndim == 2 for name, leaf in params.items()}
@@ -218,24 +218,15 @@ def make_step(task: Task, run: RunConfig, optimizer: optax.GradientTransformatio
     return train_step
 
 
-_DECIDE_WEIGHTS = (
-    ("run", "optimizer", None),
-    ("options", "hidden", "shared"),
-)
-"""Options that decide which weights are trained, with their values in folders older than the option."""
-
-
 def _refuse_other_weights(out: Path, configs: dict[str, Any]) -> None:
     path = out / "train_config.json"
     if not (path.exists() and (out / "checkpoints").exists()):
         return
     before = json.loads(path.read_text())
     same = all(before.get(part) == configs.get(part) for part in ("model", "head"))
-    pick = lambda c, part, name, default: c.get(part, {}).get(name, default)
-    same &= all(pick(before, *one) == pick(configs, *one) for one in _DECIDE_WEIGHTS)
-    if not same:
+    if not same or before["run"]["optimizer"] != configs["run"]["optimizer"]:
         raise ConfigError(
-            f"{out}/checkpoints has another model, optimizer or --hidden; "
+            f"{out}/checkpoints has another model or optimizer; "
             "remove the folder or choose another --out"
         )
 

@@ -1,4 +1,4 @@
-"""Weights of elements in the loss: lower for repeated text and for drafts that are rarely reached."""
+"""Weights in the loss: lower for repeated text and for drafts that are rarely reached."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def repeated(tokens: jax.Array, width: int = REPEAT) -> jax.Array:
 
 
 def anchor_weights(tokens: jax.Array, repeat_weight: float) -> jax.Array:
-    """Float32 [B, S]: `repeat_weight` for anchors whose newest token x_{a+1} ends a repeat, else 1."""
+    """Float32 [B, S]: `repeat_weight` where the newest token x_{a+1} ends a repeat, else 1."""
     seen = jnp.pad(repeated(tokens)[:, 1:], ((0, 0), (0, 1)))
     return jnp.where(seen, repeat_weight, 1.0)
 
@@ -27,9 +27,10 @@ def anchor_weights(tokens: jax.Array, repeat_weight: float) -> jax.Array:
 def pace_weights(probs: list[jax.Array], used: list[jax.Array]) -> list[jax.Array]:
     """D-PACE (arXiv 2605.18810): weights of the depths of each anchor, by the head's confidence.
 
-    Let q_i be the head's probability of the true token at depth i, and p_i = 0.5 q_i + 0.5. The weight of
-    depth j is the sum over m >= j of p_0 p_1 .. p_m: its share of the chain's expected tokens. For a text
-    dropped at some depth, the rest of the sum is the mean over the texts that are kept.
+    Let q_i be the head's probability of the true token at depth i, and p_i = 0.5 q_i + 0.5. The
+    weight of depth j is the sum over m >= j of p_0 p_1 .. p_m: its share of the chain's expected
+    tokens. For a text dropped at some depth, the rest of the sum is the mean over the texts that
+    are kept.
 
     Args:
       probs, used: by depth, [B_d, S] with B_0 >= B_1 >= ...; text b is row b of every block.

@@ -14,7 +14,6 @@ from peagle_jax.cli.model_folders import embedded
 from peagle_jax.config import ConfigError
 from peagle_jax.text import chat_templates
 from peagle_jax.text.tokenizer import Tokenizer
-from peagle_jax.training.data import CHAT_TEMPLATE
 from tests.text.families import FAMILIES, FIRST_BYTE, GEMMA_LETTERS, write
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -275,5 +274,3 @@ def test_the_embedded_model_continues_the_last_message():
     tokenizer = Tokenizer(embedded("target"))
     talk = [dict(role="system", content="import os"), dict(role="user", content="def main():")]
     assert tokenizer.chat(talk) == tokenizer.encode("import os\ndef main():")
-    settings = json.loads((embedded("target") / "tokenizer_config.json").read_text())
-    assert settings["chat_template"] == CHAT_TEMPLATE  # as `peagle-train data` writes it

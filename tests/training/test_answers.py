@@ -1,7 +1,6 @@
 """From prompts to a head: chats as rows of tokens, the answers of the target, the mask token, the whole stage."""
 
 import json
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 
 from peagle_jax import EngineConfig, SamplingParams, load
-from peagle_jax.checkpoint import save_target
 from peagle_jax.cli.model_folders import embedded
 from peagle_jax.config import ConfigError
 from peagle_jax.text.tokenizer import Tokenizer
@@ -17,26 +15,7 @@ from peagle_jax.training import __main__ as command
 from peagle_jax.training import answers, chats, synthesis
 from peagle_jax.training.mask_token import mask_token
 from tests import tiny
-
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|endoftext|>{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-EOS = 0  # <|endoftext|>
-VOCAB = 8192
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny random target with the embedded model's tokenizer and a chat template."""
-    folder = tmp_path_factory.mktemp("target")
-    model = tiny.target(vocab_size=VOCAB, num_layers=8, eos_ids=(EOS,), max_position=256)
-    save_target(model, folder, dtype="float32")
-    shutil.copy(embedded("target") / "tokenizer.json", folder)
-    settings = json.loads((embedded("target") / "tokenizer_config.json").read_text())
-    settings["chat_template"] = TEMPLATE
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+from tests.training.conftest import EOS, VOCAB
 
 
 def jsonl(path, *rows):
@@ -153,9 +132,13 @@ def test_questions_are_different_and_share_no_ten_words_with_an_evaluation(folde
             return [SimpleNamespace(text=text, finish_reason=end(text)) for text in found]
 
     options = synthesis.SynthesisOptions(
-        num=5, max_tokens=9, temperature=1.0, concurrency=2, seed=0,
+        num=5,
+        max_tokens=9,
+        temperature=1.0,
+        concurrency=2,
+        seed=0,
         exclude=(jsonl(tmp_path / "eval.jsonl", dict(prompt=f"so: {evaluated}")),),
-    )  # fmt: skip
+    )
     for _ in range(2):  # the second time nothing is left to do
         assert synthesis.synthesize(Engine(), options, tmp_path / "out") == 1
     assert Engine.calls == 1

@@ -1,4 +1,4 @@
-"""Training on some anchors of each text: the rows and gradients are those of training on all, with weight on these only."""
+"""Some anchors of each text: rows and gradients are those of all, with weight on these only."""
 
 from functools import partial
 
@@ -7,24 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.config import ConfigError
-from peagle_jax.training import drafter, passes
+from peagle_jax.training import passes
 from peagle_jax.training.embedding import TrainedEmbed
 from peagle_jax.training.picked import narrowed, pick, widened
 from peagle_jax.training.texts import Blocks
 from peagle_jax.training.trainer import split_model
 from tests import tiny
-from tests.training.test_heads import _options, _run
+from tests.training.small import S, head_options, run_target, three_texts
 
 BLOCKS = Blocks((3, 2, 2, 1))
-S = 12
 VALID = jnp.arange(S) >= jnp.array([[2], [4], [9]])
 WEIGHT = jnp.where(jnp.arange(S) % 3 == 0, 0.2, 1.0)
-
-
-def _text():
-    tokens = jax.random.randint(jax.random.key(5), (3, S), 3, tiny.TARGET.vocab_size)
-    return passes.Text(tokens, jnp.array([2, 4, 5]), jnp.array([S, S - 2, S - 1]))
 
 
 def test_fresh_anchors_are_picked_before_repeats_and_these_before_prompts():
@@ -56,7 +49,7 @@ def test_widening_undoes_narrowing_and_is_its_gradient():
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_loss_and_gradients_are_those_of_the_picked_anchors(method):
-    target, text, head = tiny.target(), _text(), tiny.head(method)
+    target, text, head = tiny.target(), three_texts(), tiny.head(method)
     if method == "peagle":
         head.embed = TrainedEmbed(head.embed)
     params, merge = split_model(head)
@@ -67,8 +60,8 @@ def test_loss_and_gradients_are_those_of_the_picked_anchors(method):
     @partial(jax.jit, static_argnames="few")
     @partial(jax.value_and_grad, has_aux=True)
     def loss(params, few):
-        model, run = merge(params), _run(target, text)
-        options = _options(elements="texts", step_decay=0.7, repeat_weight=0.3)
+        model, run = merge(params), run_target(target, text)
+        options = head_options(repeat_weight=0.3)
         some = picked if few else None
         if method == "peagle":
             rows = passes.text_rows(model, target, run, valid, BLOCKS, options, some)
@@ -85,9 +78,3 @@ def test_loss_and_gradients_are_those_of_the_picked_anchors(method):
     got, want = loss(params, True), loss(params, False)
     assert float(want[0][1][1][2]) > 10
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), got, want)
-
-
-def test_anchors_are_picked_from_whole_texts():
-    target, config = tiny.target(), tiny.head().config
-    with pytest.raises(ConfigError, match="--elements texts"):
-        drafter.make_task(config, target, _options(anchors=4), None)

@@ -20,10 +20,22 @@ from peagle_jax.models import layers
 from peagle_jax.training.trainer import RunConfig, Task, fit, make_optimizer, make_step
 
 RUN = RunConfig(
-    out=Path("unused"), steps=1, minutes=None, optimizer="adamw", learning_rate=1e-3,
-    adam_learning_rate=1e-3, weight_decay=0.0, warmup=1, decay=0.1, clip=1.0, microbatches=1, seed=0,
-    log_every=1, eval_every=1, save_every=1,
-)  # fmt: skip
+    out=Path("unused"),
+    steps=1,
+    minutes=None,
+    optimizer="adamw",
+    learning_rate=1e-3,
+    adam_learning_rate=1e-3,
+    weight_decay=0.0,
+    warmup=1,
+    decay=0.1,
+    clip=1.0,
+    microbatches=1,
+    seed=0,
+    log_every=1,
+    eval_every=1,
+    save_every=1,
+)
 
 
 def test_a_step_is_traced_without_kernels_which_have_no_gradients():
@@ -61,12 +73,16 @@ def test_equal_matrices_are_updated_together_as_they_would_be_one_by_one():
     apart = optax.chain(
         optax.clip_by_global_norm(run.clip),
         muon(
-            run.learning_rate, weight_decay=0.1, adam_b1=0.9, adam_b2=0.95,
+            run.learning_rate,
+            weight_decay=0.1,
+            adam_b1=0.9,
+            adam_b2=0.95,
             weight_decay_mask={n: p.ndim == 2 for n, p in params.items()},
             adam_learning_rate=run.adam_learning_rate,
-            muon_weight_dimension_numbers=inner, consistent_rms=0.2,
+            muon_weight_dimension_numbers=inner,
+            consistent_rms=0.2,
         ),
-    )  # fmt: skip
+    )
     got, want = (
         rule.update(grads, rule.init(params), params)[0]
         for rule in (make_optimizer(run, params), apart)

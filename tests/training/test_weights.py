@@ -4,15 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax.training.acceptance import earlier
 from peagle_jax.training.weights import anchor_weights, pace_weights, repeated
 
 
-def test_repeats_are_what_the_host_finds():
+def _ends_before(tokens: list[int], p: int, n: int) -> bool:
+    """Whether the last n tokens up to p also end at an earlier position."""
+    suffix = tokens[p - n + 1 : p + 1]
+    return p + 1 >= n and any(tokens[j - n + 1 : j + 1] == suffix for j in range(n - 1, p))
+
+
+def test_a_repeat_ends_tokens_that_ended_before():
     tokens = np.random.default_rng(0).integers(0, 3, (4, 60))
     tokens[1, 40:52] = tokens[1, 10:22]
     got = np.asarray(jax.jit(repeated, static_argnums=1)(tokens, 4))
-    want = np.array([earlier(row).length >= 4 for row in tokens])
+    want = np.array([[_ends_before(row, p, 4) for p in range(60)] for row in tokens.tolist()])
     assert want.any()
     assert not want.all()
     np.testing.assert_array_equal(got, want)

@@ -1,8 +1,8 @@
 """A template: the parts of a function from which different exercises are made.
 
-Texts of a template hold placeholders. `<numbers>` is a parameter, a slot, or a variable with one of the names of
-`vocabulary.NAMES`; `<test.code>` is a field of the option that is drawn for the slot `test`; `<name>` is the
-function.
+Texts of a template hold placeholders. `<numbers>` is a parameter, a slot, or a variable with one of
+the names of `vocabulary.NAMES`; `<test.code>` is a field of the option that is drawn for the slot
+`test`; `<name>` is the function.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import dedent
 
-from peagle_jax.training.exercises.kinds import KINDS, Kind
+from lab.embedded.exercises.kinds import KINDS, Kind
 
 PLACEHOLDER = re.compile(r"<([a-z]\w*)(?:\.([a-z]+))?>")
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -74,8 +74,8 @@ def template(
     Arguments:
       names: names of the function, between spaces.
       signature: `placeholder:kind ... -> type hint of the result`; kinds.KINDS lists the kinds.
-      docs: one description a line; a parameter's placeholder becomes its name, or "the list" and the like.
-      bodies: alternatives between lines `---`, with equal results; imports and helpers above a line `===`.
+      docs: one description a line; a parameter becomes its name, or "the list" and the like.
+      bodies: alternatives between lines `---`; imports and helpers above a line `===`.
       notes: one sentence a line.
       show: `list({})` for a generator, for example.
       weight: how often it is taken.

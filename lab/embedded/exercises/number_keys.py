@@ -1,7 +1,7 @@
 """Templates that sort, group and count numbers by a property."""
 
-from peagle_jax.training.exercises.choices import NUMBER_KEYS, ORDERS
-from peagle_jax.training.exercises.template import template
+from lab.embedded.exercises.choices import NUMBER_KEYS, ORDERS
+from lab.embedded.exercises.template import template
 
 TEMPLATES = [
     template(
@@ -48,7 +48,7 @@ TEMPLATES = [
         "numbers:some_ints -> int",
         """
         Return the element of <numbers> for which <key.by> is largest.
-        Return that element of <numbers> with the greatest value of <key.by>; the first one of several.
+        Return the first element of <numbers> with the greatest value of <key.by>.
         """,
         """
         return max(<numbers>, key=lambda <x>: <key.code>)

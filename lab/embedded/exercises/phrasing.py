@@ -4,12 +4,21 @@ import textwrap
 from dataclasses import dataclass
 from random import Random
 
-from peagle_jax.training.exercises.kinds import Kind
+from lab.embedded.exercises.kinds import Kind
 
 _PLAIN = ("Return ", "Return ", "Return ", "Returns ")
 _FIND = (*_PLAIN, "Find ", "Compute ", "Get ", "Determine ", "Calculate ", "Give ")
-_CHECK = ("Return True if ", "Returns True if ", "Check if ", "Check whether ", "Return whether ",
-          "Tell whether ", "Determine whether ", "Test if ", "Returns whether ")  # fmt: skip
+_CHECK = (
+    "Return True if ",
+    "Returns True if ",
+    "Check if ",
+    "Check whether ",
+    "Return whether ",
+    "Tell whether ",
+    "Determine whether ",
+    "Test if ",
+    "Returns whether ",
+)
 _INDENT = " " * 4
 _WIDTH = 92
 _SHORT = 76

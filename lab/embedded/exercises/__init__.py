@@ -1,7 +1,7 @@
-"""Generated exercises: small Python functions with a docstring and a correct body, as training text.
+"""Generated exercises: small Python functions with a docstring, as training text.
 
-A new template goes into the TEMPLATES of the file with its theme (`strings`, `arithmetic`, ...); `template` explains its
-parts.
+A new template goes into the TEMPLATES of the file with its theme (`strings`, `arithmetic`, ...);
+`template` explains its parts.
 """
 
 from collections.abc import Iterator
@@ -10,10 +10,16 @@ from functools import partial
 from multiprocessing import get_context
 from random import Random
 
+from lab.embedded.exercises import arithmetic, number_keys, number_lists, strings
+from lab.embedded.exercises.making import document
 from peagle_jax.errors import ConfigError
-from peagle_jax.training.exercises.catalogue import TEMPLATES
-from peagle_jax.training.exercises.making import document
 
+TEMPLATES = [
+    *arithmetic.TEMPLATES,
+    *number_keys.TEMPLATES,
+    *number_lists.TEMPLATES,
+    *strings.TEMPLATES,
+]
 _BLOCK = 250
 """Documents that are drawn from one seed of their own."""
 _MANY = 5_000
@@ -41,7 +47,8 @@ def _blocks(seed: int, indices: range) -> Iterator[list[str]]:
 def exercises(count: int, seed: int) -> list[str]:
     """Makes `count` different documents, each one function that ends with a newline.
 
-    The same seed gives the same documents on every machine, and fewer documents are the first ones of more.
+    The same seed gives the same documents on every machine, and fewer documents are the first ones
+    of more.
 
     Raises:
       ConfigError: the templates do not give that many different documents.
@@ -55,7 +62,8 @@ def exercises(count: int, seed: int) -> list[str]:
             found.update(dict.fromkeys(documents))
         if len(found) - before < _MIN_NEW * _BLOCK * len(indices):
             raise ConfigError(
-                f"{count} exercises: the templates give about {len(found)} different ones; ask for fewer"
+                f"{count} exercises: the templates give about {len(found)} different ones; "
+                "ask for fewer"
             )
         begin = indices.stop
     return list(found)[:count]

@@ -1,4 +1,4 @@
-"""A document of a template: names and options are drawn, the function runs, and its examples show the results."""
+"""A document of a template: names are drawn, the function runs, examples show results."""
 
 import builtins
 import keyword
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from peagle_jax.training.exercises.phrasing import Example, docstring, example_lines, sentences
-from peagle_jax.training.exercises.template import PLACEHOLDER, Template
-from peagle_jax.training.exercises.vocabulary import NAMES, PARTNERS
+from lab.embedded.exercises.phrasing import Example, docstring, example_lines, sentences
+from lab.embedded.exercises.template import PLACEHOLDER, Template
+from lab.embedded.exercises.vocabulary import NAMES, PARTNERS
 
 _MAX_EXAMPLE = 88
 _TYPING = {"list[": "List[", "dict[": "Dict[", "tuple[": "Tuple[", "set[": "Set["}
@@ -52,7 +52,7 @@ def fill(text: str, values: dict[str, Any]) -> str:
 
 
 def _in_words(template: Template, drawn: Drawn, rng: Random) -> dict[str, Any]:
-    """Values for docstrings: a parameter is `numbers`, or "the list" where there is one list only."""
+    """Values for docstrings: a parameter is `numbers`, or "the list" where there is one."""
     shorts = [kind.short for _, kind in template.params]
     quote = "`" if rng.random() < 0.35 else ""
     words = {}
@@ -80,7 +80,7 @@ def _header(template: Template, name: str, drawn: Drawn, rng: Random) -> tuple[s
 
 
 def _calls(template: Template, name: str, function: Callable, rng: Random, count: int) -> list:
-    """Runs the function on drawn arguments; `count` examples at most, with different results first."""
+    """Runs the function on drawn arguments; at most `count` examples."""
     shows: dict[str, Example] = {}
     spare = []
     namespace = {name: function}

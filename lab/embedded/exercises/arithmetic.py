@@ -1,7 +1,7 @@
 """Templates about integers and simple formulas."""
 
-from peagle_jax.training.exercises.choices import DIVISORS
-from peagle_jax.training.exercises.template import template
+from lab.embedded.exercises.choices import DIVISORS
+from lab.embedded.exercises.template import template
 
 TEMPLATES = [
     template(

@@ -1,4 +1,4 @@
-"""Functions with docstrings, cut out of source files: short documents that end where the function ends."""
+"""Functions with docstrings, cut out of source files."""
 
 import ast
 import textwrap

@@ -1,6 +1,6 @@
 """Templates about strings, words and lines."""
 
-from peagle_jax.training.exercises.template import template
+from lab.embedded.exercises.template import template
 
 TEMPLATES = [
     template(
@@ -108,7 +108,7 @@ TEMPLATES = [
         "truncate shorten cut_text abbreviate",
         "text:text limit:limit -> str",
         """
-        Return <text> if it has at most <limit> characters, otherwise its first <limit> characters and "<end_mark>".
+        Return at most the first <limit> characters of <text>, and "<end_mark>" if there are more.
         Shorten <text> to <limit> characters and add "<end_mark>" if something was cut off.
         """,
         """
@@ -125,7 +125,7 @@ TEMPLATES = [
         "word:word size:limit -> str",
         """
         Return <word> followed by as many "<fill>" as make it <size> characters long.
-        Fill <word> up with "<fill>" on the right until it has <size> characters; a longer text stays as it is.
+        Fill <word> up with "<fill>" on the right until it has <size> characters.
         """,
         """
         return <word>.ljust(<size>, "<fill>")
@@ -193,8 +193,8 @@ TEMPLATES = [
         "to_camel_case camel_case camelize",
         "text:text -> str",
         """
-        Return the words of <text> written together; each word but the first begins with a capital letter.
-        Join the words of <text> in camel case: the first word in lower case, the others capitalized.
+        Return the words of <text> together; each but the first begins with a capital letter.
+        Join the words of <text> in camel case: the first lower case, the others capitalized.
         """,
         """
         <first>, *<rest> = <text>.split()
@@ -211,7 +211,7 @@ TEMPLATES = [
         "are_anagrams same_letters is_rearranged",
         "left:word right:word -> bool",
         """
-        Return True if <left> and <right> consist of the same letters, each the same number of times.
+        Return True if <left> and <right> have the same letters, equally often.
         Return True if the letters of <left> can be rearranged to <right>.
         """,
         """
@@ -230,7 +230,7 @@ TEMPLATES = [
         "reads_same_backwards mirrored_ignoring_case is_symmetric_text",
         "text:text -> bool",
         """
-        Return True if the letters of <text> read the same in both directions. Case and other characters are ignored.
+        Return True if the letters of <text>, without case, read the same in both directions.
         Ignore case and everything but letters. Return True if <text> is then the same backwards.
         """,
         """
@@ -304,7 +304,7 @@ TEMPLATES = [
         "is_hidden_in is_subsequence can_be_left_over",
         "left:pair right:word -> bool",
         """
-        Return True if the characters of <left> occur in <right> in the same order, other characters between them.
+        Return True if the characters of <left> occur in <right> in the same order.
         Return True if <left> remains after deleting some characters of <right>.
         """,
         """

@@ -1,4 +1,4 @@
-"""Next-token training of a small `models.Decoder`, and a penalty on the repeats in its own texts."""
+"""Next-token training of a small target, and a penalty on the repeats in its own greedy texts."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,12 +12,17 @@ from flax import nnx
 
 from peagle_jax.config import ConfigError, TargetConfig
 from peagle_jax.models import Decoder, build
-from peagle_jax.training import attention
+from peagle_jax.training.attention import causal
 from peagle_jax.training.embedding import TrainedEmbed
-from peagle_jax.training.objective import Labels, Loss, distill
+from peagle_jax.training.objective import Labels, by_chunk, distill
+from peagle_jax.training.passes import unembedding
 from peagle_jax.training.stored_text import Text, batches, load_text
 from peagle_jax.training.trainer import RunConfig, Task, cast, split_model
 from peagle_jax.training.weights import repeated
+
+LEAST_LIKELY = 0.3
+"""Repeats below this probability are left alone: pushed further down, they only raise nonsense."""
+_LEAST_REST = 1e-4  # of the probability of other tokens; bounds the loss of a certain repeat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +33,15 @@ class TargetOptions:
     sequence: int
     batch: int  # sequences per step
     dtype: str
-    attention: attention.Backend
-    loss_chunk: int
-    eval_sequences: int
-    text: Path | None = None  # `continuations` of this target, for the penalty on repeats
+    loss_chunk: int = 8192
+    eval_sequences: int = 256
+    text: Path | None = None  # greedy texts of this target, for the penalty on repeats
     text_batch: int = 64  # texts per step
     penalty: float = 1.0  # weight of a repeated token; a token of source has weight 1
 
 
 class Batch(NamedTuple):
-    """Start offsets [B] of windows of the token stream, and texts of the target, if there are any."""
+    """Start offsets [B] of windows of the token stream, and texts of the target, or None."""
 
     starts: np.ndarray
     text: Text | None
@@ -61,37 +65,52 @@ def windows(step: int, *, batch: int, width: int, length: int, seed: int) -> np.
     return starts
 
 
-def unembedding(model: Decoder) -> jax.Array:
-    """The [V, D] weight that maps normed states to logits."""
-    return (model.embed if model.lm_head is None else model.lm_head).weight[...]
-
-
-def _predictions(model, tokens, labels, importance, options: TargetOptions, loss: Loss):
-    """The loss of `labels` [B, S], each predicted from the `tokens` [B, S] up to its place."""
+def _states(model: Decoder, tokens: jax.Array) -> jax.Array:
+    """Normed states [B * S, D] of texts [B, S]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     cache = [None] * model.config.num_layers
-    hidden, _, _ = model(tokens, positions, cache, attention.causal(options.attention))
-    rows = model.norm(hidden).reshape(-1, hidden.shape[-1])
-    teacher = Labels(labels.reshape(-1))
-    weight = unembedding(model)
-    return distill(rows, weight, teacher, importance.reshape(-1), options.loss_chunk, loss)
+    hidden, _, _ = model(tokens, positions, cache, causal)
+    return model.norm(hidden).reshape(-1, hidden.shape[-1])
 
 
 def written_repeats(text: Text) -> jax.Array:
-    """Positions [B, S] of written tokens that end 8 tokens which occurred earlier in the text."""
+    """Trained tokens [B, S] that end 8 tokens which occurred earlier in the text."""
     at = jnp.arange(text.tokens.shape[1])
     written = (at >= text.prompt[:, None]) & (at < text.length[:, None])
-    return repeated(text.tokens) & written
+    return repeated(text.tokens) & (written if text.answer is None else text.answer)
+
+
+def unlikelihood(
+    states: jax.Array, weight: jax.Array, token: jax.Array, counts: jax.Array, chunk: int
+) -> jax.Array:
+    """Sum of -log(1 - p(token)) over the rows that count, where p is above `LEAST_LIKELY`.
+
+    Unlikelihood training, arXiv 1908.04319, equation 2.
+
+    Args:
+      states: [R, D]; weight: [V, D]; token, counts: [R].
+    """
+
+    @jax.checkpoint
+    def one(rows):
+        states, token, counts = rows
+        z = jnp.einsum("rd,vd->rv", states, weight, preferred_element_type=jnp.float32)
+        p = jnp.take_along_axis(jax.nn.softmax(z, axis=-1), token[:, None], axis=1)[:, 0]
+        loss = -jnp.log(jnp.maximum(1 - p, _LEAST_REST))
+        return jnp.where(counts & (p > LEAST_LIKELY), loss, 0.0)
+
+    return by_chunk(one, (states, token, counts), chunk).sum()
 
 
 def lm_loss(merge, options: TargetOptions, params, stream, batch: Batch, key):
-    """Cross entropy of windows of the token stream, plus the penalty on repeats in texts of the target."""
+    """Cross entropy of windows of the token stream, plus the penalty on repeats in texts."""
     del key
     model = merge(cast(params, options.dtype))
     cut = jax.vmap(lambda at: jax.lax.dynamic_slice(stream, (at,), (options.sequence + 1,)))
     tokens = cut(batch.starts).astype(jnp.int32)
-    ones = jnp.ones((len(tokens), options.sequence), jnp.float32)
-    result = _predictions(model, tokens[:, :-1], tokens[:, 1:], ones, options, "kl")
+    ones = jnp.ones(len(tokens) * options.sequence, jnp.float32)
+    rows, labels = _states(model, tokens[:, :-1]), Labels(tokens[:, 1:].reshape(-1))
+    result = distill(rows, unembedding(model), labels, ones, options.loss_chunk)
     count = ones.sum()
     metrics = dict(accuracy=(result.match.sum(), count))
     if batch.text is None:
@@ -99,16 +118,15 @@ def lm_loss(merge, options: TargetOptions, params, stream, batch: Batch, key):
     text = batch.text._replace(tokens=batch.text.tokens.astype(jnp.int32))
     repeats = written_repeats(text)
     # cuDNN refuses odd lengths, so the last token stays; it predicts nothing.
-    ahead = lambda x: jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
-    importance = ahead(repeats).astype(jnp.float32)
-    penalty = _predictions(
-        model, text.tokens, ahead(text.tokens), importance, options, "unlikely"
-    ).total
-    written = jnp.maximum(text.length - text.prompt, 0).sum().astype(jnp.float32)
-    metrics |= dict(
-        cross_entropy=(result.total, count), repeats=(repeats.sum(), written),
-        unlikelihood=(penalty, importance.sum()),
-    )  # fmt: skip
+    ahead = lambda x: jnp.pad(x[:, 1:], ((0, 0), (0, 1))).reshape(-1)
+    penalty = unlikelihood(
+        _states(model, text.tokens),
+        unembedding(model),
+        ahead(text.tokens),
+        ahead(repeats),
+        options.loss_chunk,
+    )
+    metrics |= dict(cross_entropy=(result.total, count), unlikelihood=(penalty, repeats.sum()))
     return result.total + options.penalty * penalty, (count, metrics)
 
 
@@ -118,18 +136,18 @@ def _training_batches(
     """Step -> `Batch`.
 
     Raises:
-      ConfigError: `options.text` has too few greedy texts or other tokens, or `--microbatches` does not
+      ConfigError: `options.text` has too few texts or other tokens, or `--microbatches` does not
         divide a step's.
     """
     order = partial(windows, batch=options.batch, width=width, length=length, seed=run.seed)
     if options.text is None:
         return lambda step: Batch(order(step), None)
-    text = load_text(config, options.text, "train", 0)
+    text = load_text(config, options.text, "train")
     size = options.text_batch
     if size > len(text.tokens) or size % run.microbatches:
         raise ConfigError(
-            f"--text-batch {size} must be a multiple of --microbatches and at most {len(text.tokens)}, "
-            f"the number of greedy texts in {options.text}"
+            f"--text-batch {size} must be a multiple of --microbatches and at most "
+            f"{len(text.tokens)}, the number of texts in {options.text}"
         )
     texts = batches(text, size, run.seed)
     return lambda step: Batch(order(step), texts(step))
@@ -138,15 +156,15 @@ def _training_batches(
 def make_task(
     config: TargetConfig, options: TargetOptions, run: RunConfig, init: Decoder | None = None
 ) -> tuple[Task, object]:
-    """The task, and the function from its parameters to a model; `init` is a target to start from."""
+    """The task, and the function from its parameters to a model; `init` is a start."""
     stream = np.load(options.data / "train.npy")
     heldout = np.load(options.data / "heldout.npy")
     width = options.sequence + 1
     for name, tokens in (("train", stream), ("heldout", heldout)):
         if len(tokens) < 2 * width:
             raise ConfigError(
-                f"{name}.npy has {len(tokens)} tokens; --sequence needs {2 * width}; lower --sequence "
-                "or give `data` more text"
+                f"{name}.npy has {len(tokens)} tokens; --sequence needs {2 * width}; lower "
+                "--sequence or give `data` more text"
             )
     model = init or build(config, dtype=jnp.float32, rngs=nnx.Rngs(run.seed))
     model.embed = TrainedEmbed(model.embed)

@@ -1,13 +1,13 @@
 """Templates over lists of numbers that combine a test, a change and a summary."""
 
-from peagle_jax.training.exercises.choices import NUMBER_CHANGES, NUMBER_TESTS
-from peagle_jax.training.exercises.template import template
+from lab.embedded.exercises.choices import NUMBER_CHANGES, NUMBER_TESTS
+from lab.embedded.exercises.template import template
 
 _BOTH = dict(test=NUMBER_TESTS, change=NUMBER_CHANGES)
 
 TEMPLATES = [
     template(
-        "sum_<test.name>_<change.name> sum_of_<change.name>_of_<test.name> total_<change.name>_<test.name>",
+        "sum_<test.name>_<change.name> total_<change.name>_<test.name>",
         "numbers:ints -> int",
         """
         Return the sum of <change.of> the <test.those> in <numbers>.
@@ -49,7 +49,7 @@ TEMPLATES = [
         **_BOTH,
     ),
     template(
-        "replace_<test.name>_by_<change.name> <change.name>_for_<test.name> map_<test.name>_to_<change.name>",
+        "replace_<test.name>_by_<change.name> map_<test.name>_to_<change.name>",
         "numbers:ints -> list[int]",
         """
         Replace the <test.those> in <numbers> with <change.of> them, and keep the other elements.
@@ -74,7 +74,7 @@ TEMPLATES = [
         "numbers:ints -> int | None",
         """
         Return the maximum of <change.of> the <test.those> in <numbers>, or None if there are none.
-        Look at <change.of> the <test.those> of <numbers> and return the largest. Without any, return None.
+        Take <change.of> the <test.those> of <numbers> and return the largest, or None.
         """,
         """
         return max((<change.code> for <x> in <numbers> if <test.code>), default=None)
@@ -94,7 +94,7 @@ TEMPLATES = [
         "distinct_<change.name>_of_<test.name> unique_<test.name>_<change.name>",
         "numbers:ints -> list[int]",
         """
-        Return the different values among <change.of> the <test.those> in <numbers>, in ascending order.
+        Return the different values of <change.of> the <test.those> in <numbers>, sorted.
         Collect <change.of> the <test.those> of <numbers>, sorted and without repetitions.
         """,
         """
@@ -110,7 +110,7 @@ TEMPLATES = [
         **_BOTH,
     ),
     template(
-        "sum_<change.name>_up_to add_<change.name>_of_<test.name>_up_to range_sum_<test.name>_<change.name>",
+        "sum_<change.name>_up_to range_sum_<test.name>_<change.name>",
         "n:positive -> int",
         """
         Return the sum of <change.of> the <test.those> from 1 to <n>.
@@ -212,7 +212,7 @@ TEMPLATES = [
         "numbers:ints -> int | None",
         """
         Return the first of the <test.those> in <numbers>, or None.
-        Find the first element of <numbers> that is among the <test.those>. Return None if there is none.
+        Find the first element of <numbers> among the <test.those>, or None.
         """,
         """
         return next((<x> for <x> in <numbers> if <test.code>), None)
@@ -230,7 +230,7 @@ TEMPLATES = [
         "numbers:ints -> int | None",
         """
         Return the last of the <test.those> in <numbers>, or None if it has none.
-        Search <numbers> from its end and return the first of the <test.those> found, otherwise None.
+        Search <numbers> from its end for one of the <test.those>, otherwise None.
         """,
         """
         return next((<x> for <x> in reversed(<numbers>) if <test.code>), None)
@@ -270,7 +270,7 @@ TEMPLATES = [
         "take_while_<test.name> leading_<test.name>",
         "numbers:small_ints -> list[int]",
         """
-        Return the elements at the beginning of <numbers>, up to the first that is not among the <test.those>.
+        Return the first elements of <numbers>, up to one not among the <test.those>.
         Return the longest beginning of <numbers> that consists of <test.those>.
         """,
         """
@@ -293,7 +293,7 @@ TEMPLATES = [
         "numbers:ints -> float",
         """
         Return the mean of the <test.those> in <numbers>, or 0.0 if there are none.
-        Compute the average of the elements of <numbers> that are <test.are>. Without any, return 0.0.
+        Compute the average of the elements of <numbers> that are <test.are>, or 0.0.
         """,
         """
         <result> = [<x> for <x> in <numbers> if <test.code>]

@@ -1,7 +1,7 @@
 """Collects source files for training and records their origin and licence.
 
-In a site-packages folder (with `*.dist-info`) only distributions under a permissive licence are used. For
-any other folder the caller is responsible for the licence.
+In a site-packages folder (with `*.dist-info`) only distributions under a permissive licence are
+used. For any other folder the caller is responsible for the licence.
 """
 
 import csv
@@ -126,8 +126,8 @@ def collect(folders: list[Path]) -> tuple[list[Document], dict]:
     """Reads, filters and removes duplicates.
 
     Returns:
-      documents in a fixed order, and a report: packages kept and dropped with licence and bytes, and
-      how many files each rule rejected.
+      documents in a fixed order, and a report: packages kept and dropped with licence and
+      bytes, and how many files each rule rejected.
     """
     jobs, packages, rejected = [], {}, Counter()
     for folder in folders:

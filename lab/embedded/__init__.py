@@ -1,0 +1,1 @@
+"""Makes the embedded model: `python -m lab.embedded`."""

@@ -1,0 +1,134 @@
+"""Rows of training against what serving computes, and the gradient of the embedding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from peagle_jax.config import DrafterConfig, TargetConfig
+from peagle_jax.method.draft_head import DraftHead
+from peagle_jax.models import Decoder
+from peagle_jax.rope_config import RopeConfig
+from peagle_jax.training import drafter, embedding, passes
+from tests.training.small import head_options, three_texts
+
+ROPE = RopeConfig(theta=10_000.0)
+
+
+def _models(method, seed=0):
+    target = TargetConfig(
+        family="qwen3",
+        vocab_size=128,
+        hidden_size=16,
+        num_layers=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=24,
+        norm_eps=1e-6,
+        rope=ROPE,
+        max_position=64,
+        tie_embeddings=True,
+        attention_bias=False,
+        qk_norm=True,
+        eos_ids=(0,),
+    )
+    head = DrafterConfig(
+        method=method,
+        vocab_size=128,
+        draft_vocab_size=128,
+        hidden_size=16,
+        target_hidden_size=16,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=24,
+        norm_eps=1e-6,
+        rope=ROPE,
+        mask_token_id=1,
+        own_embedding=method == "peagle",
+    )
+    target = Decoder(target, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    return target, DraftHead(head, dtype=jnp.float32, rngs=nnx.Rngs(seed + 1))
+
+
+def causal(rows, cache, *, window, scale, sinks):
+    q, k, v = rows.heads()
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True), cache
+
+
+def _naive_rows(target, head, tokens, fused, anchor, depths, feed_back):
+    """Logits at depths 0..depths-1 of one anchor: the whole prefix, then the chain, as in serving."""
+    S = tokens.shape[0]
+    fused = fused[None, : anchor + 1]
+    rows = tokens[None, 1 : anchor + 2]
+    if not feed_back:
+        mask = jnp.full((1, depths - 1), head.config.mask_token_id)
+        state = jnp.broadcast_to(head.fuse(head.mask_hidden[...]), (1, depths - 1, 16))
+        rows = jnp.concatenate([rows, mask], 1)
+        states = jnp.concatenate([fused, state], 1)
+        positions = jnp.arange(rows.shape[1])[None]
+        out, _ = head(target, rows, states, positions, [None] * 2, causal)
+        return head.logits(target, out[0, anchor:])
+    states, logits = fused, []
+    for d in range(depths):
+        positions = jnp.arange(rows.shape[1])[None]
+        out, _ = head(target, rows, states, positions, [None] * 2, causal)
+        logits.append(head.logits(target, out[0, -1]))
+        if anchor + d + 2 >= S:
+            break
+        rows = jnp.concatenate([rows, tokens[None, anchor + d + 2, None]], 1)
+        states = jnp.concatenate([states, head.feedback(out[:, -1:])], 1)
+    return jnp.stack(logits)
+
+
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+def test_training_rows_are_what_serving_computes(method):
+    target, head = _models(method)
+    text = three_texts()
+    options = head_options(batch=3)
+    taps = target.config.default_taps
+
+    @jax.jit
+    def trained_on(target, head):
+        valid = passes.slot_is_trained(text)
+        run = passes.run_target(target, text, taps)
+        rows = drafter.all_rows(head, target, run, valid, options)
+        return passes.compare(head, target, run, options, rows)
+
+    @jax.jit
+    def served(target, head):
+        positions = jnp.broadcast_to(jnp.arange(12), text.tokens.shape)
+        hidden, tapped, _ = target(text.tokens, positions, [None] * 8, causal, taps=taps)
+        return jax.nn.log_softmax(target.unembed(hidden)), head.fuse(tapped)
+
+    outcome = trained_on(target, head)
+    kl, used = (np.asarray(x).reshape(3, 4, 12) for x in (outcome.kl, outcome.used))
+    full, fused = served(target, head)
+    full = np.asarray(full)
+    for a in (0, 1, 5, 9):  # the first, one before a prompt ends, one within, the last
+        rows = lambda tokens, fused, a=a: jax.nn.log_softmax(
+            _naive_rows(target, head, tokens, fused, a, 4, method == "eagle3")
+        )
+        for b, logits in enumerate(np.asarray(jax.jit(jax.vmap(rows))(text.tokens, fused))):
+            for d in range(min(4, len(logits))):
+                P, L = int(text.prompt[b]), int(text.length[b])
+                trained = a >= P - 1 and a + d <= L - 3
+                assert used[b, d, a] == trained
+                if trained:
+                    p = full[b, a + d + 1]
+                    want = (np.exp(p) * (p - logits[d])).sum()
+                    np.testing.assert_allclose(kl[b, d, a], want, rtol=2e-3, atol=2e-5)
+
+
+def test_lookup_gradient_adds_up_repeated_tokens(monkeypatch):
+    monkeypatch.setattr(embedding, "_CHUNK", 4)
+    weight = jax.random.normal(jax.random.key(0), (9, 3))
+    tokens = jnp.array([[1, 1, 8, 0, 1], [2, 8, 1, 3, 3]])
+    g = jax.random.normal(jax.random.key(1), (2, 5, 3))
+    ours = jax.grad(lambda w: (embedding.lookup(w, tokens) * g).sum())(weight)
+    plain = jax.grad(lambda w: (w[tokens] * g).sum())(weight)
+    np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
