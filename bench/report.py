@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 import statistics
-import struct
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -340,18 +339,11 @@ def digest(chosen: list[dict]) -> str:
 
 
 def digest_of(path: Path) -> str | None:
-    """Digest of the rows that the PNG shows; None where it has none.
+    """Digest of the rows that the PNG shows; None where it has none."""
+    from PIL import Image  # comes with matplotlib
 
-    The format: RFC 2083, section 3.2 (chunks) and 4.2.3 (tEXt).
-    """
-    data, place = path.read_bytes(), 8  # after the signature
-    while place < len(data):
-        (length,) = struct.unpack_from(">I", data, place)
-        kind, body = data[place + 4 : place + 8], data[place + 8 : place + 8 + length]
-        if kind == b"tEXt" and body.startswith(_DIGEST.encode() + b"\0"):
-            return body.partition(b"\0")[2].decode("latin-1")
-        place += 12 + length
-    return None
+    with Image.open(path) as image:
+        return image.text.get(_DIGEST)
 
 
 COMMAND = Command(

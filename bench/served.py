@@ -117,32 +117,6 @@ class Served:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
 
-    @property
-    def cpu_seconds(self) -> float:
-        """Processor time that the process has used, of all its threads."""
-        return _cpu_seconds(Path(f"/proc/{self.process.pid}/stat"))
-
-    def thread_cpu_seconds(self) -> dict[int, tuple[str, float]]:
-        """Name and processor time of each thread, by its id; the first thread's is the
-        process's."""
-        found = {}
-        for folder in Path(f"/proc/{self.process.pid}/task").iterdir():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                name = (folder / "comm").read_text().strip()
-                found[int(folder.name)] = name, _cpu_seconds(folder / "stat")
-        return found
-
-    @property
-    def resident_bytes(self) -> int:
-        """Memory of the process that is in RAM."""
-        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-    @property
-    def num_descriptors(self) -> int:
-        """Files and connections that the process holds open."""
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
-
     def text(self) -> str:
         """The server's output so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
@@ -157,17 +131,14 @@ class Served:
         raise ConfigError(f"peagle-serve {how} and did not {what}; it said: {self.text()[-_TAIL:]}")
 
 
-def _fields(stat: Path) -> list[str]:
+def stat_fields(stat: Path) -> list[str]:
     """Fields of /proc/PID/stat from the third one on."""
     return stat.read_text().rpartition(")")[2].split()
 
 
-def _seconds(fields: Sequence[str]) -> float:
+def cpu_seconds(fields: Sequence[str]) -> float:
+    """Processor time of a process or a thread, from `stat_fields`."""
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _cpu_seconds(stat: Path) -> float:
-    return _seconds(_fields(stat))
 
 
 def _serves(stub: health_pb2_grpc.HealthStub) -> bool:
@@ -198,7 +169,7 @@ def processes(root: int) -> dict[int, Process]:
     stats = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            fields = _fields(folder / "stat")
+            fields = stat_fields(folder / "stat")
             stats[int(folder.name)] = fields
             children.setdefault(int(fields[1]), []).append(int(folder.name))
     found, left = {}, [root]
@@ -218,7 +189,7 @@ def _process(pid: int, stat: list[str]) -> Process:
     return Process(
         role=" and ".join(roles) or (folder / "comm").read_text().strip(),
         is_python="python" in os.readlink(folder / "exe"),
-        cpu_seconds=_seconds(stat),
+        cpu_seconds=cpu_seconds(stat),
         resident_bytes=int(stat[21]) * os.sysconf("SC_PAGE_SIZE"),
     )
 

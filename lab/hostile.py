@@ -15,7 +15,7 @@ from bench.command import Command, RowOptions, option, repeatable, show
 from bench.served import Served
 from lab.attackers import Attackers
 from lab.attacks import ATTACKS
-from lab.watch import Snapshot, Watch
+from lab.watch import Snapshot, Watch, resident_bytes
 from peagle_jax import ConfigError
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos.peagle_v1_pb2_grpc import GenerationStub
@@ -304,7 +304,7 @@ async def _watch(
         await asyncio.sleep(_PAUSE)
         under = watch.seen((before.time, time.perf_counter()))
         most = before.resident_bytes + most_memory_mb * _MB
-        while server.resident_bytes > most and time.perf_counter() < ended + _PATIENCE:
+        while resident_bytes(server.process.pid) > most and time.perf_counter() < ended + _PATIENCE:
             await asyncio.sleep(0.1)
         after = Snapshot.of(server)
         await asyncio.sleep(quiet_seconds)

@@ -3,6 +3,7 @@ process."""
 
 import asyncio
 import contextlib
+import os
 import ssl
 import time
 from collections import deque
@@ -15,7 +16,7 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.served import Served
+from bench.served import Served, cpu_seconds, stat_fields
 from lab.raw_connections import Address, connected, head, status
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos.peagle_v1_pb2_grpc import GenerationStub
@@ -27,7 +28,7 @@ _GET_HEALTH = head("GET", "/health", [("Connection", "close")])
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The server's process at one moment; see `Served` for units."""
+    """The server's process at one moment: seconds, bytes, and seconds of each thread by its id."""
 
     time: float
     cpu_seconds: float
@@ -39,14 +40,36 @@ class Snapshot:
     @classmethod
     def of(cls, server: Served) -> "Snapshot":
         """Now."""
+        pid = server.process.pid
         return cls(
             time=time.perf_counter(),
-            cpu_seconds=server.cpu_seconds,
-            threads=server.thread_cpu_seconds(),
-            resident_bytes=server.resident_bytes,
+            cpu_seconds=cpu_seconds(stat_fields(Path(f"/proc/{pid}/stat"))),
+            threads=_threads(pid),
+            resident_bytes=resident_bytes(pid),
             log_bytes=server.log.stat().st_size,
-            num_descriptors=server.num_descriptors,
+            num_descriptors=num_descriptors(pid),
         )
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that is in RAM."""
+    pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def num_descriptors(pid: int) -> int:
+    """Files and connections that a process holds open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def _threads(pid: int) -> dict[int, tuple[str, float]]:
+    """Name and processor time of each thread, by its id; the first thread's is the process's."""
+    found = {}
+    for folder in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            name = (folder / "comm").read_text().strip()
+            found[int(folder.name)] = name, cpu_seconds(stat_fields(folder / "stat"))
+    return found
 
 
 @dataclass
@@ -203,10 +226,11 @@ class Watch:
             self.texts.append((tokens, code))
 
     async def _sample(self) -> None:
+        pid = self._server.process.pid
         while True:
             with contextlib.suppress(OSError):
-                self.peak_bytes = max(self.peak_bytes, self._server.resident_bytes)
-                self.peak_descriptors = max(self.peak_descriptors, self._server.num_descriptors)
+                self.peak_bytes = max(self.peak_bytes, resident_bytes(pid))
+                self.peak_descriptors = max(self.peak_descriptors, num_descriptors(pid))
             await asyncio.sleep(INTERVAL)
 
     def seen(self, *windows: tuple[float, float]) -> dict:
