@@ -34,7 +34,7 @@ from peagle_jax.cli.command_line import Parser, positive
 from peagle_jax.cli.model_folders import check_folders
 from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig
 from peagle_jax.draft_schedule import adaptive_of
-from peagle_jax.models.presets import PRESETS
+from peagle_jax.presets import PRESETS
 
 RESULTS = Path(__file__).parent / "results"
 PRESET_SUFFIX = "-fp8"  # suffix of presets with fp8 linear layers

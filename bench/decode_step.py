@@ -47,8 +47,8 @@ from peagle_jax.devices import own_devices
 from peagle_jax.draft_schedule import adaptive_of
 from peagle_jax.engine.engine import Engine
 from peagle_jax.method.verify import verify
-from peagle_jax.models.presets import PRESETS
 from peagle_jax.models.weight_order import order_weights
+from peagle_jax.presets import PRESETS
 from peagle_jax.sampling_params import SamplingParams
 
 _DEFAULT_K = 7

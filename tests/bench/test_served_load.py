@@ -60,6 +60,12 @@ def test_a_served_preset_has_rows_of_both_protocols_beside_the_bare_engine(tmp_p
     assert "6 OK" in made.stdout
 
 
+def test_processes_that_serve_ports_and_clients_need_no_jax():
+    modules = "bench.__main__, bench.load_clients, bench.random_server"
+    code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKENS = b'data: {"choices": [{"text": "ab"}]}\n\n'
 USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 7}}\n\n'
