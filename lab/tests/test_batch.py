@@ -6,8 +6,10 @@ import shlex
 import subprocess
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 
+import jax
 import pytest
 
 from bench import decode_step, lossless, models, serve_load
@@ -17,7 +19,6 @@ from bench.rows import DATA
 from lab import batch
 from lab.__main__ import main
 from lab.batch import BatchOptions, Part, parts_of
-from lab.portability import count
 from peagle_jax.config import ConfigError
 from peagle_jax.parallel.shares import check_shares
 from serving.sources import resolve
@@ -148,6 +149,14 @@ def test_an_early_process_begins_while_others_compile(tmp_path, monkeypatch, fai
     assert found == [1, "compiled", 2]
 
 
+@cache
+def bytes_of(name: str) -> int:
+    """Weights of a preset and its head, by their shapes."""
+    made = models.Models.random(preset(name), ["peagle"], dtype="bfloat16", has_shapes_only=True)
+    leaves = jax.tree.leaves((made.target, made.heads))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
 @pytest.mark.parametrize(
     ("file", "memory_bytes"),
     [
@@ -165,10 +174,7 @@ def test_the_commands_for_two_gpus_fit_and_divide(file, memory_bytes):
         size = options.tensor_parallel
         for config in (chosen.target, head):
             check_shares(config, size)
-        attention = 4 * head.num_heads * head.head_dim * head.hidden_size
-        layers = head.num_layers * (attention + 3 * head.hidden_size * head.intermediate_size)
-        of_head = 2 * (layers + (2 * head.vocab_size + 3 * head.hidden_size) * head.hidden_size)
-        held = count(chosen.target).num_bytes(chosen.format) + of_head
+        held = bytes_of(options.preset)
         assert held / size < 0.9 * share * memory_bytes, options.preset
         assert batch._work([options])
         if isinstance(options, lossless.Options):
