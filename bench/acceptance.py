@@ -17,10 +17,12 @@ from peagle_jax.config import EngineConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SweepOptions):
-    """Args:
-    sets: prompts: HumanEval, MT-Bench, or NAME=FILE (JSON lines, a text file, a folder of *.py)
-    num_prompts: prompts per set; all without it
-    concurrency: requests at once
+    """Options of this command.
+
+    Args:
+      sets: prompts: HumanEval, MT-Bench, or NAME=FILE (JSON lines, a text file, a folder of *.py)
+      num_prompts: prompts per set; all without it
+      concurrency: requests at once
     """
 
     methods: tuple[str, ...] = methods(METHODS[1:])

@@ -4,7 +4,9 @@ A field of an options class is an option. Its type says how it is read, the docs
 
     @dataclass(frozen=True, kw_only=True)
     class Options(RowOptions):
-        \"""Args:
+        \"""Options of this command.
+
+        Args:
           num_prompts: prompts per set
         \"""
 
@@ -240,6 +242,7 @@ class CellOptions(RowOptions):
     """Options of a command that measures engines by method, K and concurrency.
 
     Args:
+      concurrency: requests at once
       adaptive: off: K is fixed; load: the engine chooses the drafts of each round; off,load:
         compares both
       rounds_per_call: rounds that one call of a greedy batch runs; the engine's choice without it
@@ -247,31 +250,61 @@ class CellOptions(RowOptions):
         4 GB of memory of the host
     """
 
+    concurrency: tuple[int, ...] = (1, 8, 32)
     adaptive: tuple[str, ...] = adaptive()
     rounds_per_call: int | None = None
     jobs: int = 1
 
     def check(self) -> None:
         super().check()
-        check_jobs(self)
+        if self.jobs > 1 and self.no_cache:
+            raise ConfigError(
+                "--jobs compiles programs onto disk, which --no-cache excludes: drop one"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceOptions(RowOptions):
-    """Options of a command that may run every round on several devices.
+class FormatOptions(RowOptions):
+    """Options of a command that has weights.
 
     Args:
+      dtype: type of weights and activations; auto: bfloat16 on an accelerator, float32 on a CPU
+      activations: how fp8 weights of the target read activations; fp8: quantised
+    """
+
+    group: ClassVar[str] = "model"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    activations: Literal["bf16", "fp8"] = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(FormatOptions):
+    """Options of a command that chooses the sizes of its engines, also of full-size models.
+
+    Args:
+      layers: the first N layers of the preset only
+      seed: seed of the weights and prompts of a preset
+      page_size: tokens per page
+      prefill_chunk: tokens per prefill call
+      prefill_rows: prompts per prefill call
+      small_prefills: also compile smaller prefill programs, for calls with few tokens
       tensor_parallel: devices that run every round together
       gather: how several devices exchange arrays: by collectives of the library, or by kernels
         that write to their peers; auto: peers on Hopper GPUs linked by NVLink
     """
 
+    layers: int | None = None
+    seed: int = option(0, type=int)
+    page_size: int = 64
+    prefill_chunk: int = 512
+    prefill_rows: int = 8
+    small_prefills: bool = False
     tensor_parallel: int = 1
     gather: Literal["auto", "library", "peers"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(RowOptions):
+class ModelOptions(FormatOptions):
     """Options of a command that loads a target and its heads.
 
     Args:
@@ -280,9 +313,7 @@ class ModelOptions(RowOptions):
       model_name: name of the model in rows; the name of its folder without it
       methods: methods to run: none (plain decoding), eagle3, peagle
       k: numbers of drafts per round
-      dtype: type of weights and activations; auto: bfloat16 on an accelerator, float32 on a CPU
       quantization: quantise the target's matrices while reading
-      activations: how fp8 weights of the target read activations; fp8: quantised
       max_tokens: new tokens per prompt
       prompt_tokens: length of prompts that are cut from plain text
     """
@@ -293,9 +324,7 @@ class ModelOptions(RowOptions):
     model_name: str | None = None
     methods: tuple[str, ...] = methods(METHODS)
     k: tuple[int, ...] = (3, 5, 7)
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     quantization: Literal["fp8"] | None = None
-    activations: Literal["bf16", "fp8"] = "bf16"
     max_tokens: int = 128
     prompt_tokens: int = 128
 
@@ -342,12 +371,6 @@ class SweepOptions(ModelOptions):
         default = EngineConfig()
         changed = {k: v for k, v in self.drafting().items() if v != getattr(default, k)}
         return {"kind": "drafting" if changed else kind, **changed}
-
-
-def check_jobs(options: CellOptions) -> None:
-    """Raises `ConfigError` if `--jobs` is given and programs are not kept on disk."""
-    if options.jobs > 1 and options.no_cache:
-        raise ConfigError("--jobs compiles programs onto disk, which --no-cache excludes: drop one")
 
 
 def check_num_drafts(some: Sequence[int]) -> None:

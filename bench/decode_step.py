@@ -28,7 +28,7 @@ from bench.command import (
     RESULTS,
     CellOptions,
     Command,
-    DeviceOptions,
+    EngineOptions,
     check_num_drafts,
     check_preset,
     methods,
@@ -58,47 +58,38 @@ _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(CellOptions, DeviceOptions):
-    """Args:
-    preset: model, of those above; NAME-fp8: in FP8 blocks
-    layers: the first N layers only
-    method: methods to time
-    k: numbers of drafts per round; 7 without it
-    concurrency: requests at once
-    variants: in place of --method, -K and --adaptive: none, METHOD:K or METHOD:K:ADAPTIVE, for
-      example peagle:7:load
-    presence_penalty: of all requests: measures rounds with sampling controls; rows of the kind
-      controlled-step
-    selector: give P-EAGLE heads a selector of rank N, 256 as in trained heads; rows of the kind
-      selector-step
-    synthetic_acceptance_length: accept as many drafts as give X tokens per round on average, 1 to
-      K+1; without it a head with random weights decides, whose drafts are hardly ever accepted
-    prompt_tokens: tokens per prompt
-    max_tokens: new tokens per prompt
-    temperature: temperature; 0: greedy, 1 spreads the tokens over many experts
-    top_k: top-k of all requests; 0: off. With it or --top-p sampled rounds are rows of the kind
-      filtered-step
-    top_p: top-p of all requests; 1: off
-    draft_sampling: how the head chooses drafts
-    dtype: type of weights and activations; auto: bfloat16 on an accelerator, float32 on a CPU
-    kv_cache_dtype: type of keys and values; auto: as --dtype
-    activations: how fp8 weights read activations; fp8: quantised
-    page_size: tokens per page
-    prefill_chunk: tokens per prefill call
-    prefill_rows: prompts per prefill call
-    small_prefills: also compile smaller prefill programs, for calls with few tokens
-    prefills: repeats of the prefill alone; the row has their median
-    seed: seed of weights and prompts
-    profile: trace some rounds after timing and list their kernels; with DIR, keep the traces
-      there
-    profile_rounds: rounds to trace
+class Options(CellOptions, EngineOptions):
+    """Options of this command.
+
+    Args:
+      preset: model, of those above; NAME-fp8: in FP8 blocks
+      method: methods to time
+      k: numbers of drafts per round; 7 without it
+      variants: in place of --method, -K and --adaptive: none, METHOD:K or METHOD:K:ADAPTIVE, for
+        example peagle:7:load
+      presence_penalty: of all requests: measures rounds with sampling controls; rows of the kind
+        controlled-step
+      selector: give P-EAGLE heads a selector of rank N, 256 as in trained heads; rows of the kind
+        selector-step
+      synthetic_acceptance_length: accept as many drafts as give X tokens per round on average, 1 to
+        K+1; without it a head with random weights decides, whose drafts are hardly ever accepted
+      prompt_tokens: tokens per prompt
+      max_tokens: new tokens per prompt
+      temperature: temperature; 0: greedy, 1 spreads the tokens over many experts
+      top_k: top-k of all requests; 0: off. With it or --top-p sampled rounds are rows of the kind
+        filtered-step
+      top_p: top-p of all requests; 1: off
+      draft_sampling: how the head chooses drafts
+      kv_cache_dtype: type of keys and values; auto: as --dtype
+      prefills: repeats of the prefill alone; the row has their median
+      profile: trace some rounds after timing and list their kernels; with DIR, keep the traces
+        there
+      profile_rounds: rounds to trace
     """
 
     preset: str
-    layers: int | None = None
     method: tuple[str, ...] = methods(METHODS)
     k: tuple[int, ...] = ()
-    concurrency: tuple[int, ...] = (1, 8, 32)
     variants: tuple[str, ...] = ()
     presence_penalty: float = 0.0
     selector: int = 0
@@ -109,15 +100,8 @@ class Options(CellOptions, DeviceOptions):
     top_k: int = option(0, type=int)
     top_p: float = 1.0
     draft_sampling: Literal["argmax", "sample"] = "argmax"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    activations: Literal["bf16", "fp8"] = "bf16"
-    page_size: int = 64
-    prefill_chunk: int = 512
-    prefill_rows: int = 8
-    small_prefills: bool = False
     prefills: int = 3
-    seed: int = option(0, type=int)
     profile: str | None = option(None, nargs="?", const="", metavar="DIR")
     profile_rounds: int = 4
     out: Path = RESULTS / "decode_step.jsonl"

@@ -49,12 +49,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RowOptions):
-    """Args:
-    op: operation, a folder of pallas_kernels; repeatable, all without it
-    spec: spec, a named shape in the operation's specs.py; repeatable, all without it
-    configs: also time the tuning configs that the kernel does not choose
-    jobs: processes that compile side by side; each takes 2 to 4 GB of memory of the host. One
-      spec is measured at a time
+    """Options of this command.
+
+    Args:
+      op: operation, a folder of pallas_kernels; repeatable, all without it
+      spec: spec, a named shape in the operation's specs.py; repeatable, all without it
+      configs: also time the tuning configs that the kernel does not choose
+      jobs: processes that compile side by side; each takes 2 to 4 GB of memory of the host. One
+        spec is measured at a time
     """
 
     op: tuple[str, ...] = repeatable()

@@ -29,13 +29,10 @@ from bench.command import (
     RESULTS,
     CellOptions,
     Command,
-    DeviceOptions,
+    EngineOptions,
     ModelOptions,
-    check_jobs,
-    check_num_drafts,
     check_preset,
     exit_code,
-    option,
 )
 from bench.models import Models, random_models
 from bench.oracle import KNOWN, Oracle, RandomTimes
@@ -61,51 +58,38 @@ Cells = dict[Variant, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(CellOptions, DeviceOptions, ModelOptions):
-    """Args:
-    preset: a full-size model with random weights, as for decode-step
-    layers: the first N layers of the preset
-    seed: seed of a preset's weights and prompts
-    set: prompts: HumanEval, MT-Bench, or NAME=FILE (JSON lines, a text file, a folder of *.py);
-      not for presets
-    prompt_tokens: longest prompt of a preset, and length of prompts that are cut from text
-    prefill_chunk: tokens per prefill call
-    prefill_rows: prompts per prefill call
-    small_prefills: also compile smaller prefill programs, for calls with few tokens
-    tokens: number of tokens to compare, of all cells together
-    concurrency: requests at once
-    min_prompts: least prompts of a cell; cells of low concurrency get fewer prompts, because they
-      are slow
-    page_size: tokens per page
+class Options(CellOptions, EngineOptions, ModelOptions):
+    """Options of this command.
+
+    Args:
+      preset: a full-size model with random weights, as for decode-step
+      set: prompts: HumanEval, MT-Bench, or NAME=FILE (JSON lines, a text file, a folder of *.py);
+        not for presets
+      prompt_tokens: longest prompt of a preset, and length of prompts that are cut from text
+      tokens: number of tokens to compare, of all cells together
+      min_prompts: least prompts of a cell; cells of low concurrency get fewer prompts, because they
+        are slow
     """
 
     k: tuple[int, ...] = (3, 7)
     preset: str | None = None
-    layers: int | None = None
-    seed: int = option(0, type=int)
     set: str = "HumanEval"
     prompt_tokens: int = 256
     prefill_chunk: int = 128
-    prefill_rows: int = 8
-    small_prefills: bool = False
     tokens: int = 20_000
     concurrency: tuple[int, ...] = (1, 32)
     max_tokens: int = 256
     min_prompts: int = 4
-    page_size: int = 64
     out: Path = RESULTS / "lossless.jsonl"
 
     def check(self) -> None:
-        if self.preset is None:
-            super().check()
-            if self.jobs > 1:
-                raise ConfigError(
-                    "--jobs compiles for shapes of a preset: add --preset, or leave it out"
-                )
-        else:
-            check_jobs(self)
-            check_num_drafts(self.k)
+        super().check()
+        if self.preset is not None:
             check_preset(self.preset)
+        elif self.jobs > 1:
+            raise ConfigError(
+                "--jobs compiles for shapes of a preset: add --preset, or leave it out"
+            )
 
     @property
     def kind(self) -> str:

@@ -56,11 +56,13 @@ matplotlib, the digest does not."""
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(Options):
-    """Args:
-    results: folder of the rows
-    pages: pages whose bench:NAME blocks are redrawn; without it README.md and all pages that have
-      blocks, or with --results none
-    plots: folder for the plot; the folder of the rows without it
+    """Options of this command.
+
+    Args:
+      results: folder of the rows
+      pages: pages whose bench:NAME blocks are redrawn; without it README.md and all pages that have
+        blocks, or with --results none
+      plots: folder for the plot; the folder of the rows without it
     """
 
     results: Path = RESULTS

@@ -70,34 +70,36 @@ def _protocols(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RowOptions):
-    """Args:
-    address: HOST:PORT of a running server; without it one is started
-    preset: start a server of this full-size model with random weights, and measure the bare
-      engine after it; rows of the kind served
-    layers: the first N layers of the preset only
-    synthetic_acceptance_length: accept as many drafts of the preset's head as give X tokens per
-      round on average
-    no_bare: leave out the bare engine beside a preset
-    protocols: how clients call the server, one row each: grpc, http (streams of /v1/completions)
-    client_processes: most client processes; never more than clients
-    concurrency: numbers of clients, each with one request after the other
-    rate: requests per second that arrive at random (Poisson), instead of --concurrency
-    set: prompts: HumanEval, MT-Bench, NAME=FILE (JSON lines), or random (token ids)
-    num_requests: requests at each concurrency or rate; four per client without it
-    duration: load a preset for N seconds at each concurrency instead, with prompts and outputs of
-      mixed lengths, at least a quarter of --prompt-tokens and --max-tokens
-    max_tokens: new tokens per prompt
-    prompt_tokens: tokens of the longest random prompt; of each one of a preset
-    temperature: temperature; 0: greedy
-    ignore_eos: go on after the end-of-text token
-    cancel_share: share of requests to cancel
-    deadline_ms: deadline of every request
-    constrained: share of requests with a JSON schema, half of them with a tool too; needs a
-      --reply-format that has calls
-    goodput: also count requests within these limits: ttft:MS (time to first token), tpot:MS (time
-      per output token), e2e:MS (whole request)
-    seed: seed of arrivals, prompts and cancellations
-    serve_options: options of peagle-serve
+    """Options of this command.
+
+    Args:
+      address: HOST:PORT of a running server; without it one is started
+      preset: start a server of this full-size model with random weights, and measure the bare
+        engine after it; rows of the kind served
+      layers: the first N layers of the preset only
+      synthetic_acceptance_length: accept as many drafts of the preset's head as give X tokens per
+        round on average
+      no_bare: leave out the bare engine beside a preset
+      protocols: how clients call the server, one row each: grpc, http (streams of /v1/completions)
+      client_processes: most client processes; never more than clients
+      concurrency: numbers of clients, each with one request after the other
+      rate: requests per second that arrive at random (Poisson), instead of --concurrency
+      set: prompts: HumanEval, MT-Bench, NAME=FILE (JSON lines), or random (token ids)
+      num_requests: requests at each concurrency or rate; four per client without it
+      duration: load a preset for N seconds at each concurrency instead, with prompts and outputs of
+        mixed lengths, at least a quarter of --prompt-tokens and --max-tokens
+      max_tokens: new tokens per prompt
+      prompt_tokens: tokens of the longest random prompt; of each one of a preset
+      temperature: temperature; 0: greedy
+      ignore_eos: go on after the end-of-text token
+      cancel_share: share of requests to cancel
+      deadline_ms: deadline of every request
+      constrained: share of requests with a JSON schema, half of them with a tool too; needs a
+        --reply-format that has calls
+      goodput: also count requests within these limits: ttft:MS (time to first token), tpot:MS (time
+        per output token), e2e:MS (whole request)
+      seed: seed of arrivals, prompts and cancellations
+      serve_options: options of peagle-serve
     """
 
     address: str | None = None

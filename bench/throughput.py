@@ -26,17 +26,18 @@ _WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Options(CellOptions, SweepOptions):
-    """Args:
-    set: prompts: HumanEval, MT-Bench, or NAME=FILE (JSON lines, a text file, a folder of *.py)
-    concurrency: requests at once
-    prompts_per_slot: prompts of a cell for each concurrent request
-    min_prompts: least prompts of a cell
-    prefill_chunk: tokens of a prompt per prefill call; default: 512 on a GPU, else 128
-    prefill_rows: prompts per prefill call; default: 4 on a GPU, else 1
-    small_prefills: also compile smaller prefill programs, for calls with few tokens; default: on
-      a GPU
-    repeats: runs of a cell, of which the row has the median; the runs of a concurrency then
-      alternate between all methods
+    """Options of this command.
+
+    Args:
+      set: prompts: HumanEval, MT-Bench, or NAME=FILE (JSON lines, a text file, a folder of *.py)
+      prompts_per_slot: prompts of a cell for each concurrent request
+      min_prompts: least prompts of a cell
+      prefill_chunk: tokens of a prompt per prefill call; default: 512 on a GPU, else 128
+      prefill_rows: prompts per prefill call; default: 4 on a GPU, else 1
+      small_prefills: also compile smaller prefill programs, for calls with few tokens; default: on
+        a GPU
+      repeats: runs of a cell, of which the row has the median; the runs of a concurrency then
+        alternate between all methods
     """
 
     set: str = "HumanEval"

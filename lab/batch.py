@@ -33,12 +33,14 @@ _END_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(RowFileOptions):
-    """Args:
-    file: file with commands of peagle-bench, one a line; a blank line begins a new process
-    jobs: processes that compile all programs onto disk before the first part; each takes 2 to 4
-      GB of memory of the host
-    seconds: end of the last command, counted from the start of the first
-    least_seconds: a process that would have less time is left out
+    """Options of this command.
+
+    Args:
+      file: file with commands of peagle-bench, one a line; a blank line begins a new process
+      jobs: processes that compile all programs onto disk before the first part; each takes 2 to 4
+        GB of memory of the host
+      seconds: end of the last command, counted from the start of the first
+      least_seconds: a process that would have less time is left out
     """
 
     file: Path = option(positional=True)

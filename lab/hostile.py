@@ -36,16 +36,18 @@ _PATIENCE = 20.0  # further seconds for memory to return to its limit
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RowOptions):
-    """Args:
-    only: run attacks whose name contains TEXT; repeatable
-    seconds: seconds of an attack
-    hold: most seconds that an attack holds a silent connection
-    quiet: seconds without an attack that are measured before each attack
-    scale: factor on the number of hostile requests
-    descriptors: file descriptors that the server may open
-    together: run all attacks at once at the end
-    repeats: most repeats of a measurement in which other work delayed the measuring process
-    serve_options: options of peagle-serve
+    """Options of this command.
+
+    Args:
+      only: run attacks whose name contains TEXT; repeatable
+      seconds: seconds of an attack
+      hold: most seconds that an attack holds a silent connection
+      quiet: seconds without an attack that are measured before each attack
+      scale: factor on the number of hostile requests
+      descriptors: file descriptors that the server may open
+      together: run all attacks at once at the end
+      repeats: most repeats of a measurement in which other work delayed the measuring process
+      serve_options: options of peagle-serve
     """
 
     only: tuple[str, ...] = repeatable(metavar="TEXT")

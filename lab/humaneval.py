@@ -71,12 +71,14 @@ def repeated_share(texts: Sequence[Sequence[int]]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SweepOptions):
-    """Args:
-    samples: samples of each problem
-    num_prompts: number of problems; all 164 without it
-    concurrency: requests at once
-    top_p: sample from the most likely tokens, up to this probability together
-    seed: seed of the first sample
+    """Options of this command.
+
+    Args:
+      samples: samples of each problem
+      num_prompts: number of problems; all 164 without it
+      concurrency: requests at once
+      top_p: sample from the most likely tokens, up to this probability together
+      seed: seed of the first sample
     """
 
     methods: tuple[str, ...] = methods(("peagle",))

@@ -9,9 +9,11 @@ from lab import portability
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixOptions(Options):
-    """Args:
-    pages: pages whose portability:NAME blocks are redrawn; without any the matrix is printed
-    tests: print the test that shows each word
+    """Options of this command.
+
+    Args:
+      pages: pages whose portability:NAME blocks are redrawn; without any the matrix is printed
+      tests: print the test that shows each word
     """
 
     pages: tuple[Path, ...] = option((), type=Path, nargs="*", metavar="FILE")
