@@ -92,18 +92,25 @@ class Run(NamedTuple):
 
 
 def run_target(target: Decoder, text: Text, taps: tuple[int, ...]) -> Run:
-    """The target's pass as the engine prefills: attention over pages, kernels of the device."""
-    tokens = text.tokens.astype(jnp.int32)
-    B, S = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(S), tokens.shape)
-    W = -(-S // _PAGE_SIZE)
-    table = 1 + jnp.arange(B * W, dtype=jnp.int32).reshape(B, W)  # page 0 is the dummy page
-    attend = PagedAttention(table, jnp.arange(B, dtype=jnp.int32), positions)
-    with dispatch.as_served():
-        cache = [_pages(target, i, 1 + B * W) for i in range(target.config.num_layers)]
-        hidden, tapped, _ = target(tokens, positions, cache, attend, taps=taps)
-        normed = target.norm(hidden)
-    return jax.tree.map(jax.lax.stop_gradient, Run(tokens, tapped, normed))
+    """The target's pass as the engine prefills: attention over pages, kernels of the device.
+
+    Compiled by itself: kernels that write to pages have no derivative, and within a loss each of
+    their writes would be differentiated, though nothing of the target is trained.
+    """
+
+    @jax.jit
+    def run(target: Decoder, tokens: jax.Array) -> Run:
+        B, S = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(S), tokens.shape)
+        W = -(-S // _PAGE_SIZE)
+        table = 1 + jnp.arange(B * W, dtype=jnp.int32).reshape(B, W)  # page 0 is the dummy page
+        attend = PagedAttention(table, jnp.arange(B, dtype=jnp.int32), positions)
+        with dispatch.as_served():
+            cache = [_pages(target, i, 1 + B * W) for i in range(target.config.num_layers)]
+            hidden, tapped, _ = target(tokens, positions, cache, attend, taps=taps)
+            return Run(tokens, tapped, target.norm(hidden))
+
+    return jax.tree.map(jax.lax.stop_gradient, run(target, text.tokens.astype(jnp.int32)))
 
 
 def _pages(target: Decoder, layer: int, count: int) -> PageCache:

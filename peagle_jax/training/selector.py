@@ -24,8 +24,6 @@ from peagle_jax.training.drafter import all_rows
 from peagle_jax.training.objective import by_chunk
 from peagle_jax.training.passes import (
     HeadOptions,
-    Rows,
-    Run,
     Text,
     run_target,
     slot_is_trained,
@@ -130,22 +128,11 @@ def _scored(selector: Selector, tables, options: HeadOptions, deep: _Deep):
 
 
 def selected(head: DraftHead, target: Decoder, text: Text, options: HeadOptions) -> jax.Array:
-    """`selected_of` texts."""
+    """Which drafts of a head with a selector are the target's choices: [B, num_draft, S] bool."""
+    num_draft, chunk = options.num_draft, options.loss_chunk
     run = run_target(target, text, _taps(head, target))
-    drafted = replace(options, num_depths=options.num_draft)
+    drafted = replace(options, num_depths=num_draft)
     rows = all_rows(head, target, run, slot_is_trained(text), drafted)
-    return selected_of(head, target, run, rows, options.num_draft, options.loss_chunk)
-
-
-def selected_of(
-    head: DraftHead, target: Decoder, run: Run, rows: Rows, num_draft: int, chunk: int
-) -> jax.Array:
-    """Which drafts of a head with a selector are the target's choices: [B, num_draft, S] bool.
-
-    Args:
-      run, rows: passes of target and head over texts, of the head all rows.
-      chunk: rows whose logits are in memory at once.
-    """
     B, S = run.tokens.shape
     by_depth = lambda x: x.reshape(B, -1, S, *x.shape[2:])
     chains = lambda x: jnp.moveaxis(by_depth(x), 1, 2).reshape(B * S, -1, *x.shape[2:])

@@ -21,10 +21,6 @@ class Text(NamedTuple):
     length: jax.Array  # [B] int32
     answer: jax.Array | None = None  # [B, S] bool
 
-    def arrays(self) -> dict[str, jax.Array]:
-        """The fields that there are, by name: the content of a file."""
-        return {name: x for name, x in self._asdict().items() if x is not None}
-
 
 def rows_of(text: Text, index) -> Text:
     """The rows of an index array or a slice."""

@@ -1,16 +1,23 @@
 """Rows of training against what serving computes, and the gradient of the embedding."""
 
+import dataclasses
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels import dispatch
+from pallas_kernels.device import H200
 from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.rope_config import RopeConfig
-from peagle_jax.training import drafter, embedding, passes
+from peagle_jax.training import drafter, embedding, passes, recipe
+from peagle_jax.training.trainer import cast, split_model
+from tests import tiny
 from tests.training.small import head_options, three_texts
 
 ROPE = RopeConfig(theta=10_000.0)
@@ -132,3 +139,18 @@ def test_lookup_gradient_adds_up_repeated_tokens(monkeypatch):
     ours = jax.grad(lambda w: (embedding.lookup(w, tokens) * g).sum())(weight)
     plain = jax.grad(lambda w: (w[tokens] * g).sum())(weight)
     np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_can_be_traced_around_the_kernels_of_the_target():
+    """Kernels have no derivatives, and those that write to pages are not plain functions."""
+    plain = tiny.target(head_dim=64, hidden_size=128)
+    weights, merge_target = split_model(plain)
+    target = merge_target(cast(weights, jnp.bfloat16))
+    config = recipe.head_config(target.config, method="peagle", layers=1, mask_token_id=1)
+    head = drafter.init_head(dataclasses.replace(config, taps=(0, 1, 2)), target, 0)
+    params, merge = split_model(head)
+    loss = partial(drafter.head_loss, merge, (0, 1, 2), head_options(batch=3))
+    step = jax.grad(lambda params, *rest: loss(params, *rest)[0])
+    with dispatch.assume(H200), dispatch.references(rounded=True):
+        traced = str(jax.make_jaxpr(step)(params, target, three_texts(), jax.random.key(0)))
+    assert "rope_write" in traced
