@@ -92,6 +92,12 @@ def test_the_readme_is_short_and_shows_a_plot_and_the_page():
     ]
 
 
+def test_the_changelog_has_one_line_a_change():
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 80
+    assert [line for line in lines if len(line) > 120 or line.startswith(" ")] == []
+
+
 @pytest.mark.parametrize("name", WITHOUT_MEASUREMENTS)
 def test_measurements_stand_in_generated_blocks(name):
     wrong = [line for line in written_by_hand(ROOT / name).splitlines() if MEASURED.search(line)]
@@ -131,6 +137,25 @@ def test_links_lead_somewhere(name):
                 re.sub(r"[^\w -]", "", one).strip().lower().replace(" ", "-") for one in headings
             }
             assert anchor in anchors, target
+
+
+ROOMS = ("", "peagle_jax", "pallas_kernels", "pallas_kernels/moe", "serving", "tests")
+"""Folders from which a page may name a file."""
+NOT_REWRITTEN = {"docs/training.md", "peagle_jax/assets/README.md", "lab/README.md"}
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - NOT_REWRITTEN))
+def test_files_and_modules_that_a_page_names_exist(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    files = set(re.findall(r"`([a-z][a-z0-9_./-]*/[\w.-]+\.[a-z]+)(?=[`:])", text))
+    assert [one for one in files if not any((ROOT / room / one).exists() for room in ROOMS)] == []
+    modules = set(re.findall(r"python -m ((?:bench|lab)[\w.]*)", text))
+    paths = [ROOT / one.replace(".", "/") for one in modules]
+    assert [
+        path
+        for path in paths
+        if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists()
+    ] == []
 
 
 def commands(page: Path) -> list[tuple[str, list[str]]]:
