@@ -1,4 +1,4 @@
-"""`python -m lab ladder`: the steps of docs/ladder.md, each beside its reference and its
+"""`python -m lab ladder`: the steps of lab/ladder.md, each beside its reference and its
 prediction.
 
 A step runs in a process of its own with a time limit for each of its rows. A kernel that crashes,

@@ -7,7 +7,7 @@
   what a tile needs to arrive, divided by the slots of the ring, or what its warpgroups need to
   multiply it, if that is longer.
 
-Launching a kernel and waiting for its first tile do not overlap with anything. docs/ladder.md
+Launching a kernel and waiting for its first tile do not overlap with anything. lab/ladder.md
 compares the predictions with measurements. They are for an H200.
 """
 
@@ -18,7 +18,7 @@ from pallas_kernels.device import H200
 from pallas_kernels.ladder.specs import TOKENS, Spec
 
 LAUNCH = 2.3e-6
-"""Seconds of an empty kernel in a CUDA graph (measured, docs/log.md)."""
+"""Seconds of an empty kernel in a CUDA graph (measured, lab/log.md)."""
 
 ARRIVAL = 1.0e-6
 """Seconds from asking for a tile to its arrival, while the memory is busy (assumed)."""

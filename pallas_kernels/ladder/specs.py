@@ -1,5 +1,4 @@
-"""Workloads of the ladder (lab/ladder.md), for compile tests and
-`peagle-bench kernels --ladder`."""
+"""Workloads of the ladder (lab/ladder.md), for compile tests and `python -m lab ladder`."""
 
 import functools
 import importlib
