@@ -304,7 +304,7 @@ class EngineConfig:
       greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: see `greedy_shapes`.
       rounds_per_call: rounds that one call of such a batch runs; None: see `round_shapes.rounds_per_call`.
       dtype: of weights and activations; kv_cache_dtype: "auto" stores K and V in it, "fp8" as e4m3 with scale 1.
-      activations: "fp8" quantises the rows of fp8 weights, "mxfp8" these weights too, see `quantized_activations`.
+      activations: "fp8" quantises the rows of fp8 weights, see `quantized_activations`.
     """
 
     num_draft: int = 7
@@ -336,7 +336,7 @@ class EngineConfig:
     rounds_per_call: int | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    activations: Literal["bf16", "fp8", "mxfp8"] = "bf16"
+    activations: Literal["bf16", "fp8"] = "bf16"
 
     def __post_init__(self):
         sizes = "max_num_seqs max_model_len page_size max_waiting tensor_parallel rounds_per_call"

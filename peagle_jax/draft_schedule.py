@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from peagle_jax.errors import ConfigError
+from peagle_jax.removed import check_choice
 
 OPTION = "num_speculative_tokens_per_batch_size"
 """Public name: of the options of commands and servers, and in messages."""
@@ -22,12 +23,6 @@ Adaptive = Literal["off", "load"]
 """Choice at run time: none, or K by load (`engine.host.k_by_load`)."""
 
 ADAPTIVE: tuple[Adaptive, ...] = get_args(Adaptive)
-
-_REMOVED = {
-    "survival": "is removed: it had 87 to 102 % of the tokens per second of the best fixed K, which load "
-    "reaches too; use load"
-}
-"""Values of `adaptive` that the version before had, and why they are no more."""
 
 
 def schedule_of(ranges: Sequence[Sequence[int]]) -> Schedule:
@@ -107,9 +102,7 @@ def check_ngram(least: int, num_draft: int, adaptive: str, schedule: Schedule) -
 
 def adaptive_of(text: str) -> Adaptive:
     """The text as a choice; raises `ConfigError` if it is none."""
-    if text not in ADAPTIVE:
-        rule = _REMOVED.get(text, f"must be {' or '.join(ADAPTIVE)}")
-        raise ConfigError.of("adaptive", f"{text!r} {rule}")
+    check_choice("adaptive", text, ADAPTIVE)
     return text
 
 

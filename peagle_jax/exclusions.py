@@ -4,6 +4,10 @@ from collections.abc import Callable
 
 from peagle_jax.draft_schedule import check_drafts
 from peagle_jax.errors import ConfigError
+from peagle_jax.removed import check_choice
+
+ACTIVATIONS = ("bf16", "fp8")
+"""How products with fp8 weights read activations: as they are, or quantised."""
 
 Rule = tuple[Callable[[object], bool], str]
 
@@ -44,16 +48,13 @@ _RULES: tuple[Rule, ...] = (
         lambda config: config.check_replicas and config.tensor_parallel == 1,
         "check_replicas compares devices: set tensor_parallel above 1",
     ),
-    (
-        lambda config: config.activations == "mxfp8" and config.tensor_parallel > 1,
-        "activations=mxfp8 is for one device: leave it out, or tensor_parallel",
-    ),
 )
 
 
 def check_options(config) -> None:
     """Raises `ConfigError` for the first rule that an `EngineConfig` breaks."""
     check_drafts(config)
+    check_choice("activations", config.activations, ACTIVATIONS)
     for is_broken, message in _RULES:
         if is_broken(config):
             raise ConfigError(message)

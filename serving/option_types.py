@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, ValidationError
 from pydantic_core import ErrorDetails, PydanticKnownError
@@ -66,15 +66,6 @@ def _schedule_text(value: object) -> object:
         raise ValueError(error.rule) from error
 
 
-def _check_adaptive(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return draft_schedule.adaptive_of(value)
-    except ConfigError as error:
-        raise ValueError(error.rule) from error
-
-
 def _check_schedule(text: str) -> str:
     try:
         return json.dumps(draft_schedule.parse(text))
@@ -94,7 +85,6 @@ def _check_origins(text: str) -> str:
 Text = Annotated[str, _rule("left out or given", bool)]
 Size = Annotated[Text, AfterValidator(_check_size)]
 Schedule = Annotated[str, BeforeValidator(_schedule_text), AfterValidator(_check_schedule)]
-Adaptive = Annotated[Literal["off", "load", None], BeforeValidator(_check_adaptive)]
 Url = Annotated[
     Text,
     _rule(

@@ -14,7 +14,6 @@ from peagle_jax.config import ConfigError, EngineConfig
 from serving.hosts_rules import check_hosts, is_unencrypted
 from serving.option_rules import check_combinations
 from serving.option_types import (
-    Adaptive,
     Count,
     Int,
     Mebibytes,
@@ -78,7 +77,7 @@ class Settings(BaseSettings):
         "0 decodes without drafts (default: num-speculative-tokens for all sizes)",
         metavar="RANGES",
     )
-    adaptive: Adaptive = _option(
+    adaptive: Literal["off", "load", None] = _option(
         None,
         "load: the server chooses the drafts per round by load and acceptance, at most "
         "num-speculative-tokens; off: they are fixed "
@@ -146,9 +145,8 @@ class Settings(BaseSettings):
         False, "compile what prompt_logprobs of requests, and echo with logprobs, need"
     )
     kv_cache_dtype: Literal["auto", "fp8"] = _option("auto", "dtype of keys and values")
-    activations: Literal["bf16", "fp8", "mxfp8"] = _option(
-        "bf16",
-        "fp8: quantised for fp8 weights; mxfp8: quantised weights become mxfp8 too (B200, B300)",
+    activations: Literal["bf16", "fp8"] = _option(
+        "bf16", "how products with fp8 weights read activations; fp8 quantises them"
     )
     prefill_chunk: Int | None = _option(
         None, "prompt tokens per prefill row and call (default: 128, on GPUs 512)", metavar="N"

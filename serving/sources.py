@@ -14,6 +14,7 @@ from pydantic_settings import InitSettingsSource
 
 from peagle_jax.cli.command_line import Parser
 from peagle_jax.config import ConfigError
+from peagle_jax.removed import why_not
 from serving.option_types import describe
 from serving.settings import Settings
 
@@ -254,6 +255,8 @@ def _value(name: str, value: object) -> object:
     except ValidationError as error:
         if error.errors()[0]["type"] == "value_error":
             raise ConfigError(f"{name}={describe(error)}") from error
+        if reason := why_not(name, value):
+            raise ConfigError(f"{name}={value!r} {reason}") from error
         if choices := _choices(name):
             wanted = f"one of {', '.join(choices)}"
         else:

@@ -14,6 +14,8 @@ from peagle_jax.cli.command_line import (
 )
 from peagle_jax.draft_schedule import ADAPTIVE, OPTION, adaptive_of, parse
 from peagle_jax.errors import ConfigError
+from peagle_jax.exclusions import ACTIVATIONS
+from peagle_jax.removed import check_choice
 from peagle_jax.structured import Structured
 
 _DESCRIPTION = """\
@@ -53,6 +55,11 @@ def _checked(parse: Callable[[str], object]) -> Callable[[str], object]:
             raise argparse.ArgumentTypeError(error.rule) from error
 
     return checked
+
+
+def _activations(text: str) -> str:
+    check_choice("activations", text, ACTIVATIONS)
+    return text
 
 
 def read_structured(args: argparse.Namespace) -> Structured | None:
@@ -169,10 +176,12 @@ def _add_model_options(add: Callable) -> None:
     )  # fmt: skip
     add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default: as --dtype")
     add(
-        "--activations", choices=("bf16", "fp8", "mxfp8"), default="bf16",
-        help="how products with fp8 weights read activations; fp8 quantises them, mxfp8 too, and all quantised weights "
-        "become mxfp8 (B200, GB200, B300)",
-    )  # fmt: skip
+        "--activations",
+        type=_checked(_activations),
+        metavar="{bf16,fp8}",
+        default="bf16",
+        help="how products with fp8 weights read activations; fp8 quantises them",
+    )
     add(
         "--quantization", choices=("fp8",),
         help="quantise an unquantised target while it is read (128x128 blocks)",

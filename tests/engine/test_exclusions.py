@@ -17,7 +17,6 @@ from peagle_jax.engine.device.round_shapes import greedy_shapes, rounds_per_call
         (dict(saved_rings=3, prefix_caching=False), "saved_rings has no effect"),
         (dict(check_replicas=True), "set tensor_parallel above 1"),
         (dict(gather="peers"), "set tensor_parallel above 1"),
-        (dict(activations="mxfp8", tensor_parallel=2), "activations=mxfp8 is for one device"),
         (dict(ngram=6, adaptive="load"), "set adaptive to off"),
         (dict(draft_schedule=[[1, 8, 3]], adaptive="load"), "leave one of the two out"),
     ],
@@ -30,6 +29,13 @@ def test_options_that_exclude_each_other_are_refused_by_name(options, message):
         EngineConfig(**alone, **needed)
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**options)
+
+
+def test_values_that_are_removed_are_refused_with_the_reason():
+    with pytest.raises(ConfigError, match="activations: 'mxfp8' is removed: no GPU had run it"):
+        EngineConfig(activations="mxfp8")
+    with pytest.raises(ConfigError, match="activations: 'fp4' must be bf16 or fp8"):
+        EngineConfig(activations="fp4")
 
 
 def test_several_rounds_in_a_call_have_a_program_on_every_platform():
