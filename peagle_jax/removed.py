@@ -16,6 +16,18 @@ VALUES: dict[tuple[str, str], str] = {
 """Reasons by option and value."""
 
 
+OPTIONS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *("num_hosts", "host_index", "coordinator", "hosts_token_file", "hosts_tls_cert"),
+            *("hosts_tls_key", "hosts_tls_ca", "hosts_seconds", "hosts_start_seconds"),
+        ),
+        "a model on several hosts had run on CPUs only; run a server on each host, behind a gateway",
+    ),
+}
+"""Reasons by the option's name, as fields spell it."""
+
+
 def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
     """Raises `ConfigError` for a value that is none of the choices, with the reason if it was
     one."""

@@ -114,19 +114,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def address(text: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[address]:port". Port 0 is any free one.
-
-    Raises:
-      ValueError: it is neither.
-    """
-    host, _, port = text.rpartition(":")
-    # The port after it is taken too, see `rpc.several_hosts`.
-    if not host or not port.isdecimal() or int(port) > 65534:
-        raise ValueError(f"coordinator={text!r} is no address; write HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
 def describe(error: ValidationError) -> str:
     """The first mistake of `error` as one line."""
     first: ErrorDetails = error.errors(include_url=False)[0]

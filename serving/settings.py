@@ -11,7 +11,6 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from peagle_jax import draft_schedule
 from peagle_jax.cli.model_folders import check_folders, check_head_is_given, local_folder
 from peagle_jax.config import ConfigError, EngineConfig
-from serving.hosts_rules import check_hosts, is_unencrypted
 from serving.option_rules import check_combinations
 from serving.option_types import (
     Count,
@@ -94,35 +93,6 @@ class Settings(BaseSettings):
         "auto",
         "how they exchange small arrays: by kernels that store into the memory of their peers, or by the library's "
         "collectives; auto: peers on Hopper GPUs linked by NVLink",
-    )
-    num_hosts: Count = _option(1, "hosts that have equally many of these devices", metavar="N")
-    host_index: Int = _option(0, "number of this host: 0 serves, the others follow it", metavar="I")
-    coordinator: Text | None = _option(
-        None,
-        "where host 0 listens for the other hosts; port 0 picks a free one",
-        metavar="HOST:PORT",
-    )
-    hosts_token_file: Text | None = _option(
-        None,
-        "bearer token of the hosts; needed without hosts-tls-ca. On loopback one is made in the user's cache folder",
-        metavar="FILE",
-    )
-    hosts_tls_cert: Text | None = _option(
-        None, "certificate of this host for connections between hosts, PEM", metavar="FILE"
-    )
-    hosts_tls_key: Text | None = _option(None, "private key of it, PEM", metavar="FILE")
-    hosts_tls_ca: Text | None = _option(
-        None,
-        "authorities of the hosts' certificates, PEM; host 0 then verifies the others, and they host 0",
-        metavar="FILE",
-    )
-    hosts_seconds: MoreSeconds = _option(
-        120.0,
-        "time after which a silent host, or a round without a result, ends all hosts",
-        metavar="S",
-    )
-    hosts_start_seconds: MoreSeconds = _option(
-        1800.0, "time in which all hosts must have connected", metavar="S"
     )
     max_num_seqs: Int = _option(8, "most requests decoding at once", metavar="N")
     max_model_len: Int = _option(2048, "most tokens of prompt and output together", metavar="N")
@@ -303,13 +273,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         check_combinations(self)
-        check_hosts(self)
         return self
-
-    @property
-    def devices_per_host(self) -> int:
-        """Devices of each host."""
-        return self.tensor_parallel // self.num_hosts
 
     @property
     def num_servers(self) -> int:
@@ -340,14 +304,7 @@ class Settings(BaseSettings):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about clients, or other hosts, that may connect without TLS or without authentication."""
-        if is_unencrypted(self):
-            text = "tokens and token ids pass between hosts unencrypted; give hosts-tls-cert, -key and -ca"
-            return [text, *self._client_warnings]
-        return self._client_warnings
-
-    @property
-    def _client_warnings(self) -> list[str]:
+        """Warnings about clients that may connect without TLS or without authentication."""
         if self.is_loopback:
             return []
         if self.auth_token_file and not self.tls_cert:

@@ -110,7 +110,6 @@ class EngineWorker:
       waits_for_all: whether requests are served once all programs are loaded; else once the largest batch is
         compiled, and the others compile beside requests.
       before_ready: called in the engine's thread when it is warm, before requests can be served.
-      before_death: called in the engine's thread before the exception that killed the engine is logged.
     """
 
     def __init__(
@@ -119,9 +118,8 @@ class EngineWorker:
         *,
         waits_for_all: bool = False,
         before_ready: Callable[[], None] = lambda: None,
-        before_death: Callable[[], None] = lambda: None,
     ):
-        self._before_ready, self._before_death = before_ready, before_death
+        self._before_ready = before_ready
         self._engine, self._waits_for_all = engine, waits_for_all
         parts = engine.config, engine.target_config, engine.drafter_config, engine.tokenizer
         self.description = Description(*parts)
@@ -235,7 +233,6 @@ class EngineWorker:
             while self._step():
                 pass
         except BaseException as error:
-            self._before_death()
             if isinstance(error, CompileError):
                 _log.error("%s", error)
             else:

@@ -20,7 +20,6 @@ from peagle_jax.devices import Devices
 from peagle_jax.engine.device.compilation import CompileError, Progress, compile_missing
 from peagle_jax.engine.device.device_calls import Key, spelled
 from peagle_jax.engine.device.dispatch import InFlight, dispatch
-from peagle_jax.engine.device.follower import Follower
 from peagle_jax.engine.device.memory import fit_pages, fit_rings, has_long_prefills, saved_bytes
 from peagle_jax.engine.device.outputs import Listener, OnUpdate, commit
 from peagle_jax.engine.device.programs import Programs
@@ -160,11 +159,6 @@ class Engine:
         self._state = self.programs.init_state(target.config, head_config)
         self._in_flight: list[InFlight] = []
         self.numbers = itertools.count()  # of requests; their seeds, where they have none
-
-    def follower(self) -> Follower:
-        """Repeats the device calls of another engine on this one, which must not run calls of its
-        own."""
-        return Follower(self.programs, self._state)
 
     def warm_up(
         self,

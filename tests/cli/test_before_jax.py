@@ -70,6 +70,7 @@ OF_ALL = {
         ("--adaptive fast", "'fast' must be one of off, load"),
         ("--adaptive survival", "'survival' is removed: it had"),
         ("--activations mxfp8", "'mxfp8' is removed: no GPU had run it"),
+        ("--num-hosts 2", "--num-hosts is removed: a model on several hosts"),
         ("--max-model-len 1000000000", "at most 2048 is possible"),
         ("--model /no/such --method none", "/no/such: no config.json"),
         ("--model ./such", "./such: no such folder"),

@@ -214,7 +214,7 @@ def test_free_memory_is_that_of_the_pool_which_jax_got(
         {} if pool is None else {"pool_bytes": pool}
     )
     device = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
-    monkeypatch.setattr(memory, "own_devices", lambda count: [device])
+    monkeypatch.setattr(memory, "first_devices", lambda count: [device])
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     if preallocate is not None:
         monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", preallocate)

@@ -67,10 +67,7 @@ def test_every_option_exists_in_all_three_places(file):
         selector=False, draft_sampling="sample", verify_method="block", api_processes=2, ready="first", compile_only=True,
     )  # fmt: skip
     tls = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
-    hosts = dict(tensor_parallel=2, num_hosts=2, host_index=1, coordinator="127.0.0.1:7000")
-    together = dict.fromkeys(tls, tls) | dict.fromkeys(hosts, hosts)
-    files = dict(hosts_tls_cert="cert", hosts_tls_key="key", hosts_tls_ca="ca")
-    together |= dict.fromkeys(files, files | hosts)
+    together = dict.fromkeys(tls, tls)
     for name in NAMES:
         default = getattr(Settings(), name)
         value = special.get(name, default + 1 if isinstance(default, int | float) else "text")

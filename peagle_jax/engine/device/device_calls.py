@@ -1,14 +1,6 @@
-"""The calls of an engine's device programs, as data: what a process needs to repeat them on its own
-devices.
-
-Programs are named by keys, plans and masks are the bits that `transfer.pack` makes of them. A
-process that performs the same calls in the same order on equal weights holds equal state
-(docs/parallel.md). No jax here.
-"""
+"""Names of the compiled programs of an engine. No jax here."""
 
 from typing import NamedTuple
-
-import numpy as np
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.host.calls import RoundShape
@@ -46,33 +38,3 @@ def spelled(key: Key | None) -> str:
         return f"the program of {key}"
     kind, shape = ("greedy ", key.shape) if isinstance(key, GreedyRound) else ("", key)
     return f"the program of {kind}rounds of {shape.size} requests with {shape.num_draft} drafts"
-
-
-class Run(NamedTuple):
-    """A prefill call or a round."""
-
-    key: Key
-    plan: np.ndarray | None  # [n] int32; None: that of the last call of this program
-    mask: np.ndarray | None  # [n] int32; None: no row is constrained
-
-
-class WriteControls(NamedTuple):
-    """Writes the sampling controls of one request."""
-
-    controls: np.ndarray  # [n] int32, a `plan.ControlsPlan`
-
-
-class CopyRings(NamedTuple):
-    """Copies the rings of all layers from one row to another."""
-
-    source: int
-    target: int
-
-
-class Compile(NamedTuple):
-    """Compiles programs. It may overlap with later calls; one that needs a program waits for it."""
-
-    keys: tuple[Key, ...]
-
-
-DeviceCall = Run | WriteControls | CopyRings | Compile

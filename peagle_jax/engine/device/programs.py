@@ -37,13 +37,8 @@ from peagle_jax.engine.device.device_calls import (
     PREFILL,
     RINGS,
     SCORED_PREFILL,
-    Compile,
-    CopyRings,
-    DeviceCall,
     GreedyRound,
     Key,
-    Run,
-    WriteControls,
     prefill_key,
 )
 from peagle_jax.engine.device.memory import carve_holes
@@ -63,19 +58,14 @@ from peagle_jax.method.repeated_rounds import speculative_rounds
 from peagle_jax.models.quantized_activations import with_activations
 
 AT_ONCE = max(4, min(8, (os.cpu_count() or 1) // 2))
-"""Programs that a process loads or compiles at the same time: in `Programs.warm_up`, and as a
-follower."""
+"""Programs that `Programs.warm_up` loads or compiles at the same time."""
 
 _FIRST_CALLS = 2
 
 
 class Programs:
-    """Compiles and caches the programs. Weights are passed as flat leaves: the cheapest dispatch.
-
-    Attributes:
-      on_call: called with each call before it is performed, by the thread that asks for it.
-        Processes that `perform` all of them in this order hold equal state.
-    """
+    """Compiles and caches the programs. Weights are passed as flat leaves: the cheapest
+    dispatch."""
 
     def __init__(
         self,
@@ -88,7 +78,6 @@ class Programs:
         devices: Devices | None = None,
     ):
         self._config = config
-        self.on_call: Callable[[DeviceCall], None] = lambda call: None
         self.shapes = round_shapes(config)
         """Shapes of the rounds that `warm_up` compiles without a choice of its own."""
         first = len(config.batch_buckets)
@@ -192,11 +181,13 @@ class Programs:
 
     def control(self, state: step.State, plan: ControlsPlan) -> step.State:
         """Dispatches the write of a request's sampling controls; `state` is consumed."""
-        return self._call(state, WriteControls(pack(plan)))[0]
+        written = self._ready(CONTROLS, state)(state.controls, pack(plan))
+        return replace(state, controls=written)
 
     def copy_rings(self, state: step.State, source: int, target: int) -> step.State:
         """Dispatches the copy of all rings of one row to another; `state` is consumed."""
-        return self._call(state, CopyRings(source, target))[0]
+        copied = self._ready(RINGS, state)(*ring_copies.operands(state, source, target))
+        return ring_copies.with_copied(state, copied)
 
     def _dispatch(
         self,
@@ -205,54 +196,22 @@ class Programs:
         plan: PrefillPlan | DecodePlan,
         mask: np.ndarray | None,
     ) -> tuple[step.State, Result]:
-        if key not in self._resident:
-            self._prepare(key, state)
-        return self._call(state, Run(key, *self._resident[key].changes(plan, mask)))
-
-    def _call(self, state: step.State, call: DeviceCall) -> tuple[step.State, Result | None]:
-        self.on_call(call)
-        return self.perform(state, call)
-
-    def perform(self, state: step.State, call: DeviceCall) -> tuple[step.State, Result | None]:
-        """Performs a call of these programs or, in their order, one of equal programs elsewhere.
-
-        `state` is consumed, but for `Compile`.
-
-        Returns:
-          The next state, and the result of a `Run`.
-        """
-        match call:
-            case Run():
-                return self._run(state, call)
-            case WriteControls(packed):
-                written = self._ready(CONTROLS, state)(state.controls, packed)
-                return replace(state, controls=written), None
-            case CopyRings(source, target):
-                program = self._ready(RINGS, state)
-                copied = program(*ring_copies.operands(state, source, target))
-                return ring_copies.with_copied(state, copied), None
-            case Compile(keys):
-                for key in keys:
-                    self._ready(key, state)
-                return state, None
+        program, resident = self._ready(key, state), self._resident[key]
+        resident.upload(plan, mask)
+        given = (resident.plan, resident.mask, resident.bits)
+        if isinstance(key, str):
+            state, resident.bits = program(self._weights, state, *given)
+        else:
+            written, kept = split(state, key)
+            written, resident.bits = program(self._weights, written, *given, kept)
+            state = join(written, (state.params, state.controls))
+        return state, Result(resident.bits, resident.layout)
 
     def _ready(self, key: Key, state: step.State) -> Callable:
         """The program of `key`, compiled if it is not yet."""
         if key not in (self._compiled if key in (CONTROLS, RINGS) else self._resident):
             self._prepare(key, state)
         return self._compiled[key]
-
-    def _run(self, state: step.State, call: Run) -> tuple[step.State, Result]:
-        program, resident = self._ready(call.key, state), self._resident[call.key]
-        resident.upload(call.plan, call.mask)
-        given = (resident.plan, resident.mask, resident.bits)
-        if isinstance(call.key, str):
-            state, resident.bits = program(self._weights, state, *given)
-        else:
-            written, kept = split(state, call.key)
-            written, resident.bits = program(self._weights, written, *given, kept)
-            state = join(written, (state.params, state.controls))
-        return state, Result(resident.bits, resident.layout)
 
     def _prepare(self, key: Key, state: step.State) -> None:
         """Compiles the program of `key`, and those that copy its plan and mask in."""
@@ -451,8 +410,6 @@ class Programs:
         missing += [key for key in self.copies if key not in self._compiled]
         if self._layouts_are_free:
             self._prepare(self.round_keys[0], state)
-        if missing:
-            self.on_call(Compile(tuple(missing)))
         jobs = [partial(self._prepare, key, state) for key in missing]
         with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
             for future in [pool.submit(job) for job in jobs]:
