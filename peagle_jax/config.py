@@ -3,15 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from peagle_jax.draft_schedule import (
-    NGRAM_DRAFTS,
-    Adaptive,
-    Schedule,
-    num_draft_at,
-    schedule_of,
-)
 from peagle_jax.errors import ConfigError
-from peagle_jax.exclusions import check_options
+from peagle_jax.exclusions import NGRAM_DRAFTS, check_options
 from peagle_jax.rope_config import DynamicScaling, RopeConfig
 
 Method = Literal["none", "eagle3", "peagle"]
@@ -280,7 +273,6 @@ class EngineConfig:
     Args:
       num_draft: J, most draft tokens per round (the papers' K); 0 is plain decoding.
       ngram: least tokens of a match for n-gram drafts, see the module `ngram`; 0: no such drafts.
-      draft_schedule: drafts per round by batch size, see `draft_schedule`; empty: J for all sizes.
       adaptive: "load" chooses the drafts of each round at run time, see `engine.host.k_by_load`.
       max_num_seqs: maximum number of requests in decode; `batch_buckets` derive from it.
       batch_sizes: compiled batch sizes, ascending, the last one `max_num_seqs`; empty: powers of two.
@@ -309,8 +301,7 @@ class EngineConfig:
 
     num_draft: int = 7
     ngram: int = 0
-    draft_schedule: Schedule = ()
-    adaptive: Adaptive = "off"
+    adaptive: Literal["off", "load"] = "off"
     max_num_seqs: int = 8
     batch_sizes: tuple[int, ...] = ()
     max_model_len: int = 2048
@@ -346,7 +337,6 @@ class EngineConfig:
         if not 0 <= self.num_draft <= MAX_NUM_DRAFT:
             limits = f"must lie between 0 and {MAX_NUM_DRAFT}"
             raise ConfigError(f"num_speculative_tokens={self.num_draft} {limits}")
-        object.__setattr__(self, "draft_schedule", schedule_of(self.draft_schedule))
         check_options(self)
         if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:
             raise ConfigError(
@@ -363,14 +353,6 @@ class EngineConfig:
     def num_made(self, num_draft: int) -> int:
         """Drafts that a round of K = `num_draft` makes: K, or with n-grams always up to their number."""
         return self.most_drafts if self.ngram else num_draft
-
-    def num_draft_at(self, batch_size: int) -> int:
-        """K, draft tokens per round of the batch bucket `batch_size`; at most J."""
-        return num_draft_at(self.draft_schedule, batch_size, self.num_draft)
-
-    def first_num_draft(self, batch_size: int) -> int:
-        """K of a bucket's round that compiles first. The texts of seeds have its drafts."""
-        return self.most_drafts if self.ngram else self.num_draft_at(batch_size)
 
     @property
     def repeat(self) -> int:

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 
-from peagle_jax.draft_schedule import check_drafts
 from peagle_jax.errors import ConfigError
 from peagle_jax.removed import check_choice
+
+ADAPTIVE = ("off", "load")
+"""Choice of K at run time: none, or by load (`engine.host.k_by_load`)."""
 
 ACTIVATIONS = ("bf16", "fp8")
 """How products with fp8 weights read activations: as they are, or quantised."""
@@ -51,9 +53,30 @@ _RULES: tuple[Rule, ...] = (
 )
 
 
+NGRAM_DRAFTS = 15
+"""Tokens that an n-gram match proposes."""
+NGRAM_LONGEST = 16
+"""Most tokens of a match that are compared."""
+
+
+def check_ngram(config) -> None:
+    """Raises `ConfigError` for a match length that is out of range, and for options that n-grams
+    exclude."""
+    if not 0 <= config.ngram <= NGRAM_LONGEST:
+        rule = f"{config.ngram} must lie between 0 (off) and {NGRAM_LONGEST}"
+        raise ConfigError.of("ngram", rule)
+    if config.ngram and config.adaptive != "off":
+        rule = "n-grams choose between two numbers of drafts: set adaptive to off"
+        raise ConfigError.of("ngram", rule)
+    if config.ngram and config.num_draft >= NGRAM_DRAFTS:
+        rule = f"{config.num_draft} must be below {NGRAM_DRAFTS}, the drafts of an n-gram"
+        raise ConfigError.of("num_speculative_tokens", rule)
+
+
 def check_options(config) -> None:
     """Raises `ConfigError` for the first rule that an `EngineConfig` breaks."""
-    check_drafts(config)
+    check_choice("adaptive", config.adaptive, ADAPTIVE)
+    check_ngram(config)
     check_choice("activations", config.activations, ACTIVATIONS)
     for is_broken, message in _RULES:
         if is_broken(config):

@@ -24,16 +24,19 @@ OPTIONS: dict[str, str] = {
         ),
         "a model on several hosts had run on CPUs only; run a server on each host, behind a gateway",
     ),
+    "num_speculative_tokens_per_batch_size": "adaptive load finds the drafts of each batch size "
+    "by itself",
 }
 """Reasons by the option's name, as fields spell it."""
 
 
-def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
-    """Raises `ConfigError` for a value that is none of the choices, with the reason if it was
+def check_choice(option: str, value: str, choices: Sequence[str]) -> str:
+    """The value; raises `ConfigError` if it is none of the choices, with the reason if it was
     one."""
     if value not in choices:
         rule = why_not(option, value) or f"must be {' or '.join(choices)}"
         raise ConfigError.of(option, f"{value!r} {rule}")
+    return value
 
 
 def why_not(option: str, value: object) -> str | None:

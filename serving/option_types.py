@@ -1,7 +1,6 @@
 """Types of options: how their values are written, and the rule of each."""
 
 import ipaddress
-import json
 import math
 import re
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, ValidationError
 from pydantic_core import ErrorDetails, PydanticKnownError
 
-from peagle_jax import draft_schedule
 from peagle_jax.config import ConfigError
 
 
@@ -56,23 +54,6 @@ def _check_size(text: str) -> str:
     return text
 
 
-def _schedule_text(value: object) -> object:
-    # A YAML file may have the ranges as a list, with types that JSON does not have.
-    if not isinstance(value, list):
-        return value
-    try:
-        return json.dumps(draft_schedule.schedule_of(value))
-    except ConfigError as error:
-        raise ValueError(error.rule) from error
-
-
-def _check_schedule(text: str) -> str:
-    try:
-        return json.dumps(draft_schedule.parse(text))
-    except ConfigError as error:
-        raise ValueError(error.rule) from error
-
-
 def _check_origins(text: str) -> str:
     """Origins as browsers send them, joined by commas."""
     origins = [one.strip().lower() for one in text.split(",")]
@@ -84,7 +65,6 @@ def _check_origins(text: str) -> str:
 
 Text = Annotated[str, _rule("left out or given", bool)]
 Size = Annotated[Text, AfterValidator(_check_size)]
-Schedule = Annotated[str, BeforeValidator(_schedule_text), AfterValidator(_check_schedule)]
 Url = Annotated[
     Text,
     _rule(

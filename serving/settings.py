@@ -8,7 +8,6 @@ from typing import Literal, Self
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from peagle_jax import draft_schedule
 from peagle_jax.cli.model_folders import check_folders, check_head_is_given, local_folder
 from peagle_jax.config import ConfigError, EngineConfig
 from serving.option_rules import check_combinations
@@ -20,7 +19,6 @@ from serving.option_types import (
     Origins,
     Port,
     PortOrNone,
-    Schedule,
     Seconds,
     Size,
     Text,
@@ -70,17 +68,10 @@ class Settings(BaseSettings):
     num_speculative_tokens: Int = _option(
         7, "most drafted tokens per round (K in the papers)", metavar="K"
     )
-    num_speculative_tokens_per_batch_size: Schedule | None = _option(
-        None,
-        "drafts per round by batch size, as [[1,8,7],[9,64,3]]: 7 up to 8 requests, 3 from 9 on; "
-        "0 decodes without drafts (default: num-speculative-tokens for all sizes)",
-        metavar="RANGES",
-    )
     adaptive: Literal["off", "load", None] = _option(
         None,
         "load: the server chooses the drafts per round by load and acceptance, at most "
-        "num-speculative-tokens; off: they are fixed "
-        "(default: load, off with num-speculative-tokens-per-batch-size)",
+        "num-speculative-tokens; off: they are fixed (default: load)",
     )
     selector: bool = _option(True, "let the head's selector, if any, choose drafts (default: on)")
     draft_sampling: Literal["argmax", "sample"] = _option(
@@ -333,15 +324,12 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
     Raises:
       ConfigError: sizes that no engine can have.
     """
-    ranges = settings.num_speculative_tokens_per_batch_size
-    schedule = () if ranges is None else draft_schedule.parse(ranges)
     # None is the default of `EngineConfig`.
     given = {one.name: getattr(settings, one.name, None) for one in fields(EngineConfig)}
     same = {name: value for name, value in given.items() if value is not None}
     differing = dict(
         num_draft=settings.num_speculative_tokens,
-        draft_schedule=schedule,
-        adaptive=draft_schedule.adaptive_or_default(settings.adaptive, schedule, settings.ngram),
+        adaptive=settings.adaptive or ("off" if settings.ngram else "load"),
         dtype=dtype,
     )
     return EngineConfig(**same | differing)

@@ -132,7 +132,6 @@ def _merge(layers: Iterable[dict[str, object]]) -> Settings:
 
 _OF_DRAFTS: dict[str, tuple[object, ...]] = {
     "num_speculative_tokens": (),
-    "num_speculative_tokens_per_batch_size": (),
     "adaptive": ("off",),
     "draft_sampling": ("argmax",),
     "verify_method": ("token",),

@@ -10,7 +10,7 @@ from scipy import stats
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError
-from peagle_jax.draft_schedule import NGRAM_DRAFTS, NGRAM_LONGEST
+from peagle_jax.exclusions import NGRAM_DRAFTS, NGRAM_LONGEST
 from peagle_jax.method.ngram import lookup
 from tests import programs, tiny
 from tests.programs import one_bucket
@@ -192,7 +192,6 @@ def test_sampled_output_has_the_targets_law(drafts, num_cases):
         (dict(ngram=-1), "must lie between 0"),
         (dict(ngram=17), "must lie between 0"),
         (dict(ngram=6, adaptive="load"), "set adaptive to off"),
-        (dict(ngram=6, draft_schedule=[(1, 8, 7)]), "set adaptive to off"),
         (dict(ngram=6, num_draft=15), "must be below 15"),
     ],
 )

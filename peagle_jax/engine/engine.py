@@ -171,7 +171,7 @@ class Engine:
         one.
 
         With `sizes`, compiles only the first round of each of these batch buckets, that of
-        `config.first_num_draft`; the largest bucket must be among them or already compiled. Batches
+        the most drafts; the largest bucket must be among them or already compiled. Batches
         are padded to the next larger compiled bucket. `compile_next` compiles the others. With
         `only_greedy`, rounds of other requests are left out: they compile when they come.
         """
@@ -182,7 +182,7 @@ class Engine:
     def _keys(self, sizes: Sequence[int] | None, only_greedy: bool) -> tuple[Key, ...]:
         """Programs that `warm_up` compiles beside those of every warm-up."""
         if sizes is not None:
-            return tuple(RoundShape(size, self.config.first_num_draft(size)) for size in sizes)
+            return tuple(RoundShape(size, self.config.most_drafts) for size in sizes)
         programs = self.programs
         rounds = programs.greedy_keys if only_greedy else programs.round_keys
         # Prefills compile longest: begun last, they would be waited for alone.

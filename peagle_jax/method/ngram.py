@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from peagle_jax.config import EngineConfig
-from peagle_jax.draft_schedule import NGRAM_DRAFTS, NGRAM_LONGEST
+from peagle_jax.exclusions import NGRAM_DRAFTS, NGRAM_LONGEST
 from peagle_jax.method.drafter import Drafter, DraftInputs, Proposal
 from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.parallel.shares import vocabulary_rows

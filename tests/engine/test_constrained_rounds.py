@@ -15,7 +15,7 @@ from peagle_jax.engine.structured.grammar import Matcher
 from peagle_jax.engine.structured.mask_threads import MaskThreads
 from peagle_jax.method.plan import mask_words
 from tests.engine.fake_device import VOCAB
-from tests.engine.fake_engine import EOS, FakeEngine, check_finished, make_config
+from tests.engine.fake_engine import EOS, AnyK, FakeEngine, check_finished, make_config
 
 TEXT = "".join(chr(ord("0") + token) for token in range(VOCAB - 1))
 """Token i is one character; the last token ends the text."""
@@ -30,12 +30,9 @@ CONFIGS = {
     "plain": make_config(J=0, B=5, max_len=40, Z=4, P=14, T=64, R=1),
     "tiny pool": make_config(J=3, B=6, max_len=48, Z=4, P=16, T=7, R=1, N=None),
     "long drafts": make_config(J=7, B=6, max_len=60, Z=8, P=20, T=8, R=3, N=2),
-    "K by batch size": make_config(
-        J=5, B=6, max_len=48, Z=4, P=20, T=7, R=1, N=2,
-        schedule=[[1, 1, 5], [2, 2, 0], [3, 4, 3], [5, 6, 1]],
-    ),
+    "changing K": make_config(J=5, B=6, max_len=48, Z=4, P=20, T=7, R=1, N=2),
     "roomy": make_config(J=4, B=7, max_len=64, Z=16, P=None, T=16, R=2, N=4),
-}  # fmt: skip
+}
 
 
 class _Alphabet:
@@ -105,6 +102,9 @@ def add_random(engine: FakeEngine, rng: random.Random) -> tuple[Request, str | N
 def test_every_request_gets_the_text_of_its_own_grammar_in_any_mix(name, lag, num_cases):
     rng = random.Random(1)
     engine = FakeEngine(CONFIGS[name], lag=lag, seed=1)
+    if name == "changing K":
+        engine.scheduler.policy = AnyK(rng)
+        engine.scheduler.rounds = dict.fromkeys(engine.config.batch_buckets, (0, 1, 3, 5))
     added: list[tuple[Request, str | None]] = []
     seen: Counter = Counter()
     for _ in range(num_cases("rounds of constrained requests in the scheduler", 250, least=250)):

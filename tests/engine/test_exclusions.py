@@ -18,7 +18,6 @@ from peagle_jax.engine.device.round_shapes import greedy_shapes, rounds_per_call
         (dict(check_replicas=True), "set tensor_parallel above 1"),
         (dict(gather="peers"), "set tensor_parallel above 1"),
         (dict(ngram=6, adaptive="load"), "set adaptive to off"),
-        (dict(draft_schedule=[[1, 8, 3]], adaptive="load"), "leave one of the two out"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused_by_name(options, message):
@@ -34,6 +33,10 @@ def test_options_that_exclude_each_other_are_refused_by_name(options, message):
 def test_values_that_are_removed_are_refused_with_the_reason():
     with pytest.raises(ConfigError, match="activations: 'mxfp8' is removed: no GPU had run it"):
         EngineConfig(activations="mxfp8")
+    with pytest.raises(ConfigError, match=r"adaptive: 'survival' is removed: .*; use load"):
+        EngineConfig(adaptive="survival")
+    with pytest.raises(ConfigError, match="adaptive: 'fast' must be off or load"):
+        EngineConfig(adaptive="fast")
     with pytest.raises(ConfigError, match="activations: 'fp4' must be bf16 or fp8"):
         EngineConfig(activations="fp4")
 

@@ -112,7 +112,6 @@ def test_one_longest_request_must_fit(monkeypatch):
 
 
 def test_a_round_without_drafts_needs_one_row_of_logits_for_each_request(monkeypatch):
-    """Every batch bucket counts with its own K."""
     target = replace(TARGET, vocab_size=10**6)
     most = replace(CONFIG, num_draft=7, max_num_seqs=64)
     needed = lambda rows: 4 * rows * target.vocab_size
@@ -120,10 +119,10 @@ def test_a_round_without_drafts_needs_one_row_of_logits_for_each_request(monkeyp
     monkeypatch.setattr(memory, "free_bytes", lambda _: needed(100))
     with pytest.raises(ConfigError, match=f"{needed(64 * 8):,} for one call"):
         memory.fit_pages(target, HEAD, most)
-    few = replace(most, draft_schedule=[(1, 8, 7), (9, 64, 0)], prefix_caching=False)
+    few = replace(most, num_draft=0, prefix_caching=False)
     assert memory.fit_pages(target, HEAD, few) == few.total_pages
     monkeypatch.setattr(memory, "free_bytes", lambda _: needed(50))
-    with pytest.raises(ConfigError, match=f"{needed(8 * 8):,} for one call"):
+    with pytest.raises(ConfigError, match=f"{needed(64):,} for one call"):
         memory.fit_pages(target, HEAD, few)
 
 

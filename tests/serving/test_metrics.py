@@ -121,19 +121,6 @@ def test_names_kinds_and_labels_are_vllms(server):
     assert families.keys() - created == {*COUNTERS, *GAUGES, *HISTOGRAMS}
 
 
-@pytest.mark.slow
-def test_metrics_and_stats_say_k_by_batch_size(make_engine):
-    server = LiveServer(make_engine(draft_schedule=[(1, 1, 1), (2, 64, 0)]), http=True)
-    wanted = {n: 1 if n == 1 else 0 for n in server.engine.config.batch_buckets}
-    found = scrape(server)
-    assert {n: found[f"peagle:num_speculative_tokens{{{n}}}"] for n in wanted} == wanted
-    with grpc.insecure_channel(server.address) as channel:
-        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
-        stats = stub.GetStats(pb.GetStatsRequest(), timeout=LIMIT)
-    assert dict(stats.num_speculative_tokens_per_batch_size) == wanted
-    server.close()
-
-
 class ZeroIsFastest(RoundTimes):
     """Rounds without drafts take no time."""
 

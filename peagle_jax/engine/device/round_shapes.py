@@ -13,7 +13,7 @@ def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
     """Shapes of all rounds, in the order in which they compile: first one round of each batch
     bucket, the largest bucket in front, because its round serves any number of requests."""
     sizes = config.batch_buckets[::-1]
-    shapes = [RoundShape(size, config.first_num_draft(size)) for size in sizes]
+    shapes = [RoundShape(size, config.most_drafts) for size in sizes]
     if config.adaptive != "off":
         drafts = partial(candidates, config.num_draft, platform=dispatch.platform())
         for size in sizes:
@@ -73,4 +73,4 @@ def greedy_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
         return ()
     most = _MOST_GREEDY if config.repeat == 1 else config.max_num_seqs
     sizes = (size for size in config.batch_buckets[::-1] if size <= most)
-    return tuple(RoundShape(size, config.num_draft_at(size)) for size in sizes)
+    return tuple(RoundShape(size, config.num_draft) for size in sizes)

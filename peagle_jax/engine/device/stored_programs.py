@@ -62,7 +62,6 @@ _SUFFIX, _LIBRARY_SUFFIX = ".program", ".jax"
 
 _HOST_FIELDS = (
     *("batch_sizes", "max_waiting", "prefill_calls", "prefix_caching", "adaptive"),
-    "draft_schedule",
     "greedy_rounds",
 )
 """Fields of the configuration that choose programs, options of the compiler or belong to the host;

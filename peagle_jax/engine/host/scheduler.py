@@ -37,7 +37,7 @@ class Scheduler(Commits):
       config: sizes of the engine.
       eos_ids: the target's end-of-sequence ids.
       windows: sizes of the sliding windows in the layers of target and drafter.
-      policy: chooses K of each round; None: the K of its batch bucket.
+      policy: chooses K of each round; None: K is J.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Scheduler(Commits):
         self.num_preemptions = 0
         self._refused: tuple[Request, int] | None = None
         """The head of the queue that did not fit, and `num_changes` of the pool at that time."""
-        self.rounds: Mapping[int, Sequence[int]] = {
-            size: (config.first_num_draft(size),) for size in config.batch_buckets
-        }
+        self.rounds: Mapping[int, Sequence[int]] = dict.fromkeys(
+            config.batch_buckets, (config.most_drafts,)
+        )
         """Rounds that may run: values of K by batch bucket (the size to which a round is padded),
         both ascending; the last bucket is `max_num_seqs`. It is replaced as a whole, by any
         thread."""
@@ -83,7 +83,7 @@ class Scheduler(Commits):
 
     def num_draft_at(self, size: int) -> int:
         """K of the next rounds of the batch bucket `size`."""
-        return self.config.num_draft_at(size) if self.policy is None else self.policy.present(size)
+        return self.config.num_draft if self.policy is None else self.policy.present(size)
 
     @property
     def num_places(self) -> int:
