@@ -99,11 +99,10 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
         raise ConfigError(f"--concurrency {args.concurrency} must be at least 1")
     most = max((param.logprobs or 0) for param in params)
     # Methods are compared at one K, and one prompt at a time is always the same load.
-    is_fixed = args.compare or args.concurrency == 1 or args.ngram
+    is_fixed = args.compare or args.concurrency == 1
     return EngineConfig(
         num_draft=args.num_speculative_tokens if args.compare or args.method != "none" else 0,
         adaptive=args.adaptive or ("off" if is_fixed else "load"),
-        ngram=args.ngram,
         draft_sampling=args.draft_sampling,
         verify_method=args.verify_method,
         selector=args.selector,

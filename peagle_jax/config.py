@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peagle_jax.errors import ConfigError
-from peagle_jax.exclusions import NGRAM_DRAFTS, check_options
+from peagle_jax.exclusions import check_options
 from peagle_jax.rope_config import DynamicScaling, RopeConfig
 
 Method = Literal["none", "eagle3", "peagle"]
@@ -272,7 +272,6 @@ class EngineConfig:
 
     Args:
       num_draft: J, most draft tokens per round (the papers' K); 0 is plain decoding.
-      ngram: least tokens of a match for n-gram drafts, see the module `ngram`; 0: no such drafts.
       adaptive: "load" chooses the drafts of each round at run time, see `engine.host.k_by_load`.
       max_num_seqs: maximum number of requests in decode; `batch_buckets` derive from it.
       batch_sizes: compiled batch sizes, ascending, the last one `max_num_seqs`; empty: powers of two.
@@ -300,7 +299,6 @@ class EngineConfig:
     """
 
     num_draft: int = 7
-    ngram: int = 0
     adaptive: Literal["off", "load"] = "off"
     max_num_seqs: int = 8
     batch_sizes: tuple[int, ...] = ()
@@ -346,15 +344,6 @@ class EngineConfig:
             )
 
     @property
-    def most_drafts(self) -> int:
-        """Most drafts that a round verifies for one request: J, or more with n-grams."""
-        return NGRAM_DRAFTS if self.ngram else self.num_draft
-
-    def num_made(self, num_draft: int) -> int:
-        """Drafts that a round of K = `num_draft` makes: K, or with n-grams always up to their number."""
-        return self.most_drafts if self.ngram else num_draft
-
-    @property
     def repeat(self) -> int:
         """`rounds_per_call`; 1 before the engine has chosen."""
         return self.rounds_per_call or 1
@@ -362,7 +351,7 @@ class EngineConfig:
     @property
     def lookahead(self) -> int:
         """Number of positions past the committed length that a round may write: the drafter's 2J rows."""
-        return max(1, self.most_drafts + max(self.num_draft, 1))
+        return max(1, 2 * self.num_draft)
 
     @property
     def pages_per_seq(self) -> int:

@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import dispatch
 from pallas_kernels.peer_gather.mailbox import COUNTERS
 from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
-from peagle_jax.method.ngram import History
 from peagle_jax.method.step import State, StepOutput, init_state
 from peagle_jax.models.cache import RingCache
 from peagle_jax.models.layers import Attention
@@ -320,13 +319,10 @@ def _copies(state: State) -> State:
 
 
 def state_specs(state: State) -> State:
-    """Partition specs of `step.State`: caches by heads, draft probabilities by vocabulary, the rest whole. The tokens of
-    n-gram drafts lie in front of the drafter's caches."""
+    """Partition specs of `step.State`: caches by heads, draft probabilities by vocabulary, the rest whole."""
     specs = jax.tree.map(lambda _: _WHOLE, state)
 
     def cache(layer):
-        if isinstance(layer, History):
-            return jax.tree.map(lambda _: _WHOLE, layer)
         axes = [None] * (3 if isinstance(layer, RingCache) else 2)
         return type(layer)(*[PartitionSpec(*axes, AXIS)] * 2)
 

@@ -24,10 +24,6 @@ _RULES: tuple[Rule, ...] = (
         "alike by both methods",
     ),
     (
-        lambda config: config.repeat > 1 and config.ngram,
-        "rounds_per_call above 1 excludes ngram",
-    ),
-    (
         lambda config: (
             config.repeat > 1
             and (config.draft_sampling == "sample" or config.greedy_rounds is False)
@@ -53,30 +49,9 @@ _RULES: tuple[Rule, ...] = (
 )
 
 
-NGRAM_DRAFTS = 15
-"""Tokens that an n-gram match proposes."""
-NGRAM_LONGEST = 16
-"""Most tokens of a match that are compared."""
-
-
-def check_ngram(config) -> None:
-    """Raises `ConfigError` for a match length that is out of range, and for options that n-grams
-    exclude."""
-    if not 0 <= config.ngram <= NGRAM_LONGEST:
-        rule = f"{config.ngram} must lie between 0 (off) and {NGRAM_LONGEST}"
-        raise ConfigError.of("ngram", rule)
-    if config.ngram and config.adaptive != "off":
-        rule = "n-grams choose between two numbers of drafts: set adaptive to off"
-        raise ConfigError.of("ngram", rule)
-    if config.ngram and config.num_draft >= NGRAM_DRAFTS:
-        rule = f"{config.num_draft} must be below {NGRAM_DRAFTS}, the drafts of an n-gram"
-        raise ConfigError.of("num_speculative_tokens", rule)
-
-
 def check_options(config) -> None:
     """Raises `ConfigError` for the first rule that an `EngineConfig` breaks."""
     check_choice("adaptive", config.adaptive, ADAPTIVE)
-    check_ngram(config)
     check_choice("activations", config.activations, ACTIVATIONS)
     for is_broken, message in _RULES:
         if is_broken(config):

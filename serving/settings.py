@@ -78,7 +78,6 @@ class Settings(BaseSettings):
         "argmax", "above temperature 0: draft the head's likeliest tokens, or draw them"
     )
     verify_method: Literal["token", "block"] = _option("token", "how sampled drafts are accepted")
-    ngram: Int = _option(0, "tokens of a match for n-gram drafts; 0: no such drafts", metavar="N")
     tensor_parallel: Count = _option(1, "devices that run every round together", metavar="N")
     gather: Literal["auto", "library", "peers"] = _option(
         "auto",
@@ -329,7 +328,7 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
     same = {name: value for name, value in given.items() if value is not None}
     differing = dict(
         num_draft=settings.num_speculative_tokens,
-        adaptive=settings.adaptive or ("off" if settings.ngram else "load"),
+        adaptive=settings.adaptive or "load",
         dtype=dtype,
     )
     return EngineConfig(**same | differing)

@@ -394,7 +394,6 @@ class EngineWorker:
             rounds=self._rounds,
             sequence_seconds=self._sequence_seconds,
             acceptance=scheduler.acceptance - self._before,
-            ngram=scheduler.counts.ngram,
             num_draft={
                 size: scheduler.num_draft_at(size) for size in scheduler.config.batch_buckets
             },

@@ -38,7 +38,7 @@ exit codes: 0 done, 1 outputs differ, 2 bad input (one line says what), 3 done w
   130 interrupted"""
 
 
-_REMOVED = ("num_speculative_tokens_per_batch_size",)
+_REMOVED = ("num_speculative_tokens_per_batch_size", "ngram")
 
 
 def _layer_ids(text: str) -> tuple[int, ...]:
@@ -138,11 +138,6 @@ def _add_model_options(add: Callable) -> None:
         help="load: choose the drafts of each round by load and acceptance, at most K; off: K is "
         "fixed (default: load with --concurrency above 1, but off with --compare)",
     )
-    add(
-        "--ngram", type=int, default=0, metavar="N",
-        help="copy up to 15 drafts from where the last N tokens or more occurred before in the text, "
-        "as 6; elsewhere the head drafts (default: 0, never)",
-    )  # fmt: skip
     add(
         "--selector", action=argparse.BooleanOptionalAction, default=True,
         help="let the head's selector choose the drafts, where the head has one (default)",

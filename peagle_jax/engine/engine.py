@@ -38,7 +38,6 @@ from peagle_jax.engine.host.scheduler import Scheduler
 from peagle_jax.engine.structured.grammar import Grammars, Matcher
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.drafter import Drafter, make_drafter
-from peagle_jax.method.ngram import NgramDrafter
 from peagle_jax.method.own_drafters import own_config
 from peagle_jax.method.step import AcceptRule
 from peagle_jax.method.verify import verify, verify_blocks
@@ -135,9 +134,6 @@ class Engine:
             taps = taps or target.config.default_taps
             _warn_above(head.config.trained_num_draft, config.num_draft)
         vocab_size, eos_ids = target.config.vocab_size, target.config.eos_ids
-        if config.ngram:
-            drawn = vocab_size if config.draft_sampling == "sample" else 0
-            drafter = NgramDrafter(drafter, config.ngram, drawn)
         models = [target.config] if head_config is None else [target.config, head_config]
         layers = (model.attention(i) for model in models for i in range(model.num_layers))
         windows = {layer.window for layer in layers} - {None}
@@ -182,7 +178,7 @@ class Engine:
     def _keys(self, sizes: Sequence[int] | None, only_greedy: bool) -> tuple[Key, ...]:
         """Programs that `warm_up` compiles beside those of every warm-up."""
         if sizes is not None:
-            return tuple(RoundShape(size, self.config.most_drafts) for size in sizes)
+            return tuple(RoundShape(size, self.config.num_draft) for size in sizes)
         programs = self.programs
         rounds = programs.greedy_keys if only_greedy else programs.round_keys
         # Prefills compile longest: begun last, they would be waited for alone.
@@ -324,13 +320,12 @@ class Engine:
             id=number if request_id is None else request_id,
             prompt=tokens,
             params=params,
-            num_draft=self.config.most_drafts if num_draft is None else num_draft,
+            num_draft=self.config.num_draft if num_draft is None else num_draft,
             seed=number if params.seed is None else params.seed,
             priority=priority,
             stop_checker=checker,
             salt=salt,
-            # N-grams are looked up among the tokens of the prefill.
-            reads_prefix_cache=params.prompt_logprobs is None and not self.config.ngram,
+            reads_prefix_cache=params.prompt_logprobs is None,
             matcher=matcher,
             banned_ids=banned_ids(params.bad_words, self.tokenizer),
         )

@@ -43,6 +43,7 @@ OF_ALL = {
         ("x -K many", "'many'"),
         ("x -K 100", "num_speculative_tokens=100 must lie between 0 and 32"),
         ("x --num-speculative-tokens-per-batch-size [[1,8,3]]", "batch-size is removed: adaptive load"),
+        ("x --ngram 6", "--ngram is removed: it had run on CPUs only"),
         ("x --adaptive fast", "'fast' must be off or load"),
         ("x --adaptive survival", "'survival' is removed: it had"),
         ("x --activations mxfp8", "'mxfp8' is removed: no GPU had run it"),

@@ -11,13 +11,11 @@ from peagle_jax.engine.device.round_shapes import greedy_shapes, rounds_per_call
     ("options", "message"),
     [
         (dict(verify_method="block"), "needs sampled drafts"),
-        (dict(rounds_per_call=2, ngram=6), "rounds_per_call above 1 excludes"),
         (dict(rounds_per_call=2, draft_sampling="sample"), "draft_sampling sample"),
         (dict(rounds_per_call=2, greedy_rounds=False), "greedy_rounds False"),
         (dict(saved_rings=3, prefix_caching=False), "saved_rings has no effect"),
         (dict(check_replicas=True), "set tensor_parallel above 1"),
         (dict(gather="peers"), "set tensor_parallel above 1"),
-        (dict(ngram=6, adaptive="load"), "set adaptive to off"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused_by_name(options, message):
@@ -63,7 +61,6 @@ def test_light_models_run_several_rounds_in_a_call_at_every_batch_size():
         ("cuda", 2**31, dict(), 1),
         ("cpu", 2**20, dict(), 1),
         ("tpu", 2**20, dict(), 1),
-        ("cuda", 2**20, dict(ngram=6), 1),
         ("cuda", 2**20, dict(tensor_parallel=2), 1),
         ("cuda", 2**20, dict(draft_sampling="sample"), 1),
         ("cuda", 2**20, dict(greedy_rounds=False), 1),

@@ -13,7 +13,6 @@ import pytest
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.device import memory
 from peagle_jax.method.adjust import init_controls
-from peagle_jax.method.ngram import History
 from peagle_jax.method.step import init_state
 from tests.tiny import FAMILIES, HEAD, TARGET
 
@@ -221,12 +220,12 @@ def test_free_memory_is_that_of_the_pool_which_jax_got(
     assert ("another process uses the device" in caplog.text) == (free == 500)
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(draft_sampling="sample"), dict(ngram=6)])
+@pytest.mark.parametrize("changes", [dict(), dict(draft_sampling="sample")])
 def test_what_a_state_holds_of_drafts_is_part_of_the_plan(monkeypatch, changes):
-    """Their distributions, and the texts of n-grams: the pages leave room for them."""
+    """Their distributions: the pages leave room for them."""
     config = replace(CONFIG, max_num_seqs=64, prefix_caching=False, num_pages=60, **changes)
     state = jax.eval_shape(lambda: init_state(TARGET, HEAD, config))
-    held = [state.draft_probs, *(x for x in state.drafter_cache if isinstance(x, History))]
+    held = [state.draft_probs]
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
     assert memory.draft_bytes(TARGET, config) == size
     monkeypatch.setattr(memory, "_call_bytes", lambda *_: 0)

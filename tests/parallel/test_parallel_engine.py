@@ -209,35 +209,6 @@ def test_a_cache_in_fp8_is_lossless_too(family):
     check_lossless(2, model, wanted, **cache)
 
 
-@pytest.mark.sampled(0, slow=1)
-@pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
-def test_n_gram_drafts_on_two_devices_are_those_of_one(draft_sampling):
-    """Greedy and sampled texts, with a head for where nothing matches; the target of few tokens repeats itself."""
-    model = tiny.target(seed=3, vocab_size=4, **HEADS, **tiny.ONE_LAYER)
-    sizes = dict(vocab_size=4, draft_vocab_size=4)
-    drafter = tiny.head(**sizes, **HEADS, **tiny.HEAD_OF_ONE_LAYER)
-    engines = [
-        Engine(
-            model, drafter,
-            engine_config(n, num_draft=3, ngram=2, draft_sampling=draft_sampling, max_logprobs=0),
-        )
-        for n in (2, 1)
-    ]  # fmt: skip
-    rng = np.random.default_rng(7)
-    asked = [rng.integers(0, 4, n).tolist() for n in LENGTHS]
-    params = [
-        SamplingParams(max_tokens=MAX_TOKENS, temperature=t, seed=i)
-        for i, t in enumerate((0, 1, 0, 0.7, 0))
-    ]
-    made = [
-        [one.tokens for one in one_bucket(engine).generate(asked, params)] for engine in engines
-    ]
-    assert made[0] == made[1]
-    counts = [engine.scheduler.counts.ngram for engine in engines]
-    assert counts[0] == counts[1]
-    assert counts[0].accepted > 0
-
-
 @pytest.mark.slow
 def test_a_device_that_computes_something_else_is_found():
     engine = one_bucket(

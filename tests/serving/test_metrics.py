@@ -43,9 +43,6 @@ COUNTERS = {
     "peagle:spec_decode_num_emitted_tokens": (),
     "peagle:requests_not_finite": (),
     "peagle:num_speculative_tokens_changes": (),
-    "peagle:ngram_rounds": (),
-    "peagle:ngram_drafts": (),
-    "peagle:ngram_accepted": (),
     "peagle:prefix_cache_restored_rings": (),
 }
 GAUGES = {

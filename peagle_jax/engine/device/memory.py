@@ -167,15 +167,11 @@ def control_bytes(target: TargetConfig, config: EngineConfig) -> int:
 
 
 def draft_bytes(target: TargetConfig, config: EngineConfig) -> int:
-    """Bytes in a state of the drafts' distributions, where they are sampled, and of the texts that
-    n-grams search."""
-    slots, laws, texts = config.max_num_seqs + 1, 0, 0
-    if config.draft_sampling == "sample":
-        width = vocabulary_rows(target.vocab_size, config.tensor_parallel)
-        laws = 4 * slots * config.most_drafts * width
-    if config.ngram:
-        texts = 4 * slots * config.max_model_len
-    return laws + texts
+    """Bytes in a state of the drafts' distributions, where they are sampled."""
+    if config.draft_sampling != "sample":
+        return 0
+    width = vocabulary_rows(target.vocab_size, config.tensor_parallel)
+    return 4 * (config.max_num_seqs + 1) * config.num_draft * width
 
 
 def free_bytes(num_devices: int) -> int | None:

@@ -97,15 +97,15 @@ class Programs:
         places = [dispatch.default_device()] if devices.mesh is None else [*devices.mesh.devices]
         self._stored = StoredPrograms(structure, config, places, static)
 
-        def models(weights, num_made):
+        def models(weights, num_draft):
             target, drafter = jax.tree.unflatten(structure, devices.leaves(weights))
-            return target, with_num_draft(drafter, num_made)
+            return target, with_num_draft(drafter, num_draft)
 
         # Donated buffers: the state (caches are updated in place) and the previous call's output.
         @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames="scores")
         @devices.program
         def prefill(weights, state, plan, mask, previous, *, scores):
-            args = (*models(weights, config.most_drafts), state, plan, mask)
+            args = (*models(weights, config.num_draft), state, plan, mask)
             state, output = step.prefill(*args, scores=scores, **static)
             return state, pack_on_device(output)
 
@@ -114,12 +114,11 @@ class Programs:
         @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames=shape)
         @devices.program
         def speculative_step(weights, written, plan, mask, previous, kept, *, num_draft, repeat):
-            own, state = partial(models, weights, config.num_made(num_draft)), join(written, kept)
+            own, state = partial(models, weights, num_draft), join(written, kept)
             if repeat > 1:
                 state, output = speculative_rounds(own, state, plan, repeat=repeat, **static)
             else:
-                rest = dict(static, num_verified=num_draft if config.ngram else None)
-                state, output = step.speculative_step(*own(), state, plan, mask, **rest)
+                state, output = step.speculative_step(*own(), state, plan, mask, **static)
             return without(state, kept), pack_on_device(output)
 
         @partial(jax.jit, donate_argnums=0)

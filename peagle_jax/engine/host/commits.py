@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from peagle_jax.config import EngineConfig
-from peagle_jax.engine.host.calls import DecodeCall, PrefillCall, made
+from peagle_jax.engine.host.calls import DecodeCall, PrefillCall
 from peagle_jax.engine.host.k_by_load import LoadPolicy
 from peagle_jax.engine.host.pages import PagePool
 from peagle_jax.engine.host.prefixes import PrefixCache
@@ -67,7 +67,7 @@ class Commits:
             request = call.requests[row]
             if is_last:
                 request.unread_drafts -= 1
-                request.drafts = made(drafts[row].tolist())
+                request.drafts = drafts[row].tolist()
             if not call.samples(row):
                 continue
             request.in_flight -= 1
@@ -92,7 +92,7 @@ class Commits:
         for row, request in enumerate(call.rows):
             request.in_flight -= 1
             request.unread_drafts -= 1
-            before, request.drafts = request.drafts, made(drafts[row])
+            before, request.drafts = request.drafts, drafts[row]
             if not request.is_finished:
                 update = self._receive(request, row, tokens[row], count[row], logprobs)
                 drafted, produced = call.drafted[row], count[row]
@@ -118,7 +118,7 @@ class Commits:
         """
         verified = [call.drafted, *[call.drafted_again] * (call.repeat - 1)]
         counts = []
-        # By request, then by round. No draft is missing: n-grams have no such calls.
+        # By request, then by round.
         by_row = (values.swapaxes(0, 1).tolist() for values in (tokens, count, drafts))
         for row, (request, *results) in enumerate(zip(call.rows, *by_row, strict=False)):
             request.in_flight -= call.repeat
@@ -170,7 +170,7 @@ class Commits:
         # If a text ends on a draft, later drafts that passed do not become output.
         passed = accepted if accepted < kept else kept
         request.record_round(verified, passed, kept)
-        self.counts.count(len(verified), passed, kept, len(before))
+        self.counts.count(len(verified), passed, kept)
         return accepted
 
     def _remove(self, request: Request) -> None:

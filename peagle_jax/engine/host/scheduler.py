@@ -60,7 +60,7 @@ class Scheduler(Commits):
         self._refused: tuple[Request, int] | None = None
         """The head of the queue that did not fit, and `num_changes` of the pool at that time."""
         self.rounds: Mapping[int, Sequence[int]] = dict.fromkeys(
-            config.batch_buckets, (config.most_drafts,)
+            config.batch_buckets, (config.num_draft,)
         )
         """Rounds that may run: values of K by batch bucket (the size to which a round is padded),
         both ascending; the last bucket is `max_num_seqs`. It is replaced as a whole, by any
@@ -149,7 +149,7 @@ class Scheduler(Commits):
         for request in rows:
             request.in_flight += call.repeat
             request.unread_drafts += call.repeat
-            request.pending = self.config.num_made(call.num_draft)
+            request.pending = call.num_draft
         return call
 
     def _decodable(self) -> list[Request]:
@@ -166,7 +166,7 @@ class Scheduler(Commits):
             return rows
         has_others = len(constrained) < len(rows)
         chosen = self._mask_turns.choose(
-            constrained, num_draft=self.config.most_drafts, has_others=has_others
+            constrained, num_draft=self.config.num_draft, has_others=has_others
         )
         return [request for request in rows if request.matcher is None or request in chosen]
 
@@ -183,11 +183,10 @@ class Scheduler(Commits):
 
     def _shape(self, rows: Sequence[Request]) -> RoundShape:
         size, drafts = next(item for item in self.rounds.items() if item[0] >= len(rows))
+        num_draft = drafts[-1]
         if self.policy is not None:
-            return RoundShape(size, self.policy.choose(size, rows, drafts))
-        # With n-grams there are two K; the larger one follows where a text repeated itself.
-        repeats = any(len(row.drafts) > drafts[0] or row.holds_k for row in rows)
-        return RoundShape(size, drafts[-1] if repeats else drafts[0])
+            num_draft = self.policy.choose(size, rows, drafts)
+        return RoundShape(size, num_draft)
 
     def _holds_constrained(self) -> bool:
         """Whether constrained requests wait in this step, because a round of one of them is in
@@ -234,7 +233,7 @@ class Scheduler(Commits):
             saves += self.prefixes.saves(request, int(call.plan.start[row]))
             if call.last[row]:
                 request.state = RequestState.RUNNING
-                request.pending = self.config.most_drafts
+                request.pending = self.config.num_draft
                 request.unread_drafts += 1
                 request.prefill_in_flight = call.samples(row)
                 request.in_flight += request.prefill_in_flight
