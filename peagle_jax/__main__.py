@@ -255,7 +255,7 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     prompts, texts, params = ([some[n] for n in numbers] for some in (prompts, texts, params))
     loaded = time.perf_counter()
     sizes = engine.config.batch_buckets
-    later = len(engine.programs.round_keys) + len(engine.programs.small_prefills)
+    later = len(engine.programs.rounds_of_any) + len(engine.programs.small_prefills)
     total = engine.num_programs - later + len(sizes)
     if runs.compiles_in_children():
         with tqdm(desc="compiling", unit="program", leave=False, disable=None) as bar:

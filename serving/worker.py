@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from peagle_jax import ConfigError, Engine
 from peagle_jax.cli import runs
 from peagle_jax.engine.device.compilation import CompileError, Progress
-from peagle_jax.engine.device.device_calls import Key
 from peagle_jax.engine.device.memory import device_memory
+from peagle_jax.engine.device.program import Program
 from peagle_jax.engine.host.pages import Salt
 from peagle_jax.engine.host.request import Request
 from peagle_jax.engine.host.scheduler import QueueFull
@@ -147,7 +147,7 @@ class EngineWorker:
 
     @property
     def batch_sizes_pending(self) -> int:
-        return len({key.size for key in self._engine.programs.missing if not isinstance(key, str)})
+        return len(self._engine.programs.sizes_missing)
 
     @property
     def device_memory(self) -> Mapping[int, DeviceMemory]:
@@ -271,7 +271,7 @@ class EngineWorker:
             _log.exception("a program cannot be compiled; rounds use those that are compiled")
         c_library_trim()  # compiling leaves up to a gigabyte of free memory in pieces
 
-    def _load(self, key: Key) -> None:
+    def _load(self, key: Program) -> None:
         """Loads a program that has just come onto disk."""
         self._engine.load(key)
         self._mail.put(_TimeIdle())

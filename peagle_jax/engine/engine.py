@@ -18,10 +18,10 @@ import jax
 from peagle_jax.config import AttentionConfig, ConfigError, EngineConfig
 from peagle_jax.devices import Devices
 from peagle_jax.engine.device.compilation import CompileError, Progress, compile_missing
-from peagle_jax.engine.device.device_calls import Key, spelled
 from peagle_jax.engine.device.dispatch import InFlight, dispatch
 from peagle_jax.engine.device.memory import fit_pages, fit_rings, has_long_prefills, saved_bytes
 from peagle_jax.engine.device.outputs import Listener, OnUpdate, commit
+from peagle_jax.engine.device.program import Call, Program, Round
 from peagle_jax.engine.device.programs import Programs
 from peagle_jax.engine.device.round_shapes import rounds_per_call
 from peagle_jax.engine.device.round_timer import RoundTimer
@@ -175,12 +175,12 @@ class Engine:
         while sizes is None and self.time_idle_round():
             pass
 
-    def _keys(self, sizes: Sequence[int] | None, only_greedy: bool) -> tuple[Key, ...]:
+    def _keys(self, sizes: Sequence[int] | None, only_greedy: bool) -> tuple[Call, ...]:
         """Programs that `warm_up` compiles beside those of every warm-up."""
         if sizes is not None:
-            return tuple(RoundShape(size, self.config.num_draft) for size in sizes)
+            return tuple(Round(RoundShape(size, self.config.num_draft)) for size in sizes)
         programs = self.programs
-        rounds = programs.greedy_keys if only_greedy else programs.round_keys
+        rounds = programs.rounds_of_greedy if only_greedy else programs.rounds_of_any
         # Prefills compile longest: begun last, they would be waited for alone.
         return (*programs.small_prefills, *rounds)
 
@@ -197,7 +197,7 @@ class Engine:
         has_low_priority: bool = False,
         must_end: Callable[[], bool] = lambda: False,
         report: Callable[[Progress], None] = lambda progress: None,
-        on_done: Callable[[Key], None] = lambda key: None,
+        on_done: Callable[[Program], None] = lambda key: None,
     ) -> None:
         """Compiles in child processes, onto disk, what `warm_up` compiles: after it a warm-up only
         loads.
@@ -230,8 +230,8 @@ class Engine:
             return
         for (_, key), failure in failed.items():
             if failure.is_final:
-                raise CompileError(f"{spelled(key)} cannot be compiled: {failure.reason}")
-            _log.warning("%s compiles in this process: %s", spelled(key), failure.reason)
+                raise CompileError(f"{key} cannot be compiled: {failure.reason}")
+            _log.warning("%s compiles in this process: %s", key, failure.reason)
 
     def compile_next(self) -> bool:
         """Compiles one missing program, while another thread may run the engine.
@@ -250,13 +250,13 @@ class Engine:
         keys = (*programs.full_prefills, *programs.copies, *self._keys(sizes, only_greedy))
         return programs.not_on_disk(keys, self._state)
 
-    def load(self, key: Key) -> None:
+    def load(self, key: Program) -> None:
         """Compiles a program if it is missing, or reads it from disk; another thread may run the
         engine."""
         self._compile(() if key in self.programs.copies else (key,))
 
     def _compile(
-        self, rounds: Sequence[Key], on_compiled: Callable[[], None] = lambda: None
+        self, rounds: Sequence[Call], on_compiled: Callable[[], None] = lambda: None
     ) -> None:
         self.programs.warm_up(self._state, on_compiled, rounds)
         self.scheduler.rounds = self.programs.rounds
@@ -281,7 +281,7 @@ class Engine:
     def num_programs(self) -> int:
         """Number of programs that `warm_up` compiles."""
         others = 2 + self.config.prompt_logprobs + bool(self.config.saved_rings)
-        return others + len(self.programs.round_keys) + len(self.programs.small_prefills)
+        return others + len(self.programs.rounds_of_any) + len(self.programs.small_prefills)
 
     @property
     def has_work(self) -> bool:

@@ -12,7 +12,7 @@ from bench.random_weights import random_target
 from pallas_kernels.peer_gather import mailbox
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError, ExpertsConfig, GlobalAttention
-from peagle_jax.engine.device.device_calls import GreedyRound
+from peagle_jax.engine.device.program import GreedyRound
 from peagle_jax.rope_config import RopeConfig
 from tests import programs, tiny
 from tests.programs import one_bucket
@@ -135,7 +135,7 @@ def test_several_rounds_in_a_call_send_the_messages_of_single_ones(gather):
     engine = Engine(model, head("peagle"), engine_config(2, rounds_per_call=3, **sizes))
     assert texts(engine) == wanted
     assert texts(engine) == wanted  # with cached prefixes
-    calls = [key for key in engine.programs.round_keys if isinstance(key, GreedyRound)]
+    calls = [key for key in engine.programs.rounds_of_any if isinstance(key, GreedyRound)]
     assert calls
     assert engine.config.repeat == 3
     if gather == "peers":
