@@ -227,7 +227,8 @@ def test_the_rounds_of_one_call_share_the_time_since_the_call_before(monkeypatch
 def test_every_device_that_reports_its_memory_has_samples(monkeypatch):
     stats = [dict(bytes_in_use=i, peak_bytes_in_use=10 + i, bytes_limit=20 + i) for i in range(2)]
     chips = [SimpleNamespace(memory_stats=lambda one=one: one) for one in stats]
-    monkeypatch.setattr(memory, "first_devices", lambda count: [*chips, SimpleNamespace()][:count])
+    silent = SimpleNamespace(memory_stats=lambda: None)
+    monkeypatch.setattr(memory, "first_devices", lambda count: [*chips, silent][:count])
     given = dict(config=EngineConfig(), load=Load, num_open=lambda: 0)
     metrics = Metrics("tiny", **given, memory=lambda: memory.device_memory(3))
     value = lambda device, kind: metrics.registry.get_sample_value(
