@@ -86,6 +86,12 @@ class Devices:
         if self.peers:
             self._mailboxes = Mailboxes(self.mesh.devices)
 
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Devices":
+        """Those that an engine of this configuration runs on; raises as the class does."""
+        peers = None if config.gather == "auto" else config.gather == "peers"
+        return cls(config.tensor_parallel, check_replicas=config.check_replicas, peers=peers)
+
     def sharding(self, spec: PartitionSpec = _WHOLE) -> NamedSharding:
         """The sharding of arrays that are cut as `spec` says; without one: a copy on every device."""
         return NamedSharding(self.mesh, spec)

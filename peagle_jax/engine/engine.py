@@ -10,31 +10,36 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pickle import PicklingError
 
 import jax
 
-from peagle_jax.config import AttentionConfig, ConfigError, EngineConfig
+from peagle_jax.config import (
+    AttentionConfig,
+    ConfigError,
+    DrafterConfig,
+    EngineConfig,
+    OwnDrafterConfig,
+    TargetConfig,
+)
 from peagle_jax.devices import Devices
 from peagle_jax.engine.device.compilation import CompileError, Progress, compile_missing
 from peagle_jax.engine.device.dispatch import InFlight, dispatch
-from peagle_jax.engine.device.memory import fit_pages, fit_rings, has_long_prefills, saved_bytes
+from peagle_jax.engine.device.memory import windows_of
 from peagle_jax.engine.device.outputs import Listener, OnUpdate, commit
 from peagle_jax.engine.device.program import Call, Program, Round
 from peagle_jax.engine.device.programs import Programs
-from peagle_jax.engine.device.round_shapes import rounds_per_call
+from peagle_jax.engine.device.resolve import resolve_config
 from peagle_jax.engine.device.round_timer import RoundTimer
 from peagle_jax.engine.device.sizes import check_sizes
 from peagle_jax.engine.host.calls import RoundShape
-from peagle_jax.engine.host.commits import Update
 from peagle_jax.engine.host.completion import Completion, completion_of
 from peagle_jax.engine.host.k_by_load import LoadPolicy
 from peagle_jax.engine.host.pages import Salt
 from peagle_jax.engine.host.request import Request
 from peagle_jax.engine.host.round_times import RoundTimes
 from peagle_jax.engine.host.rules import banned_ids, check_request_of_model
-from peagle_jax.engine.host.scheduler import Scheduler
+from peagle_jax.engine.host.scheduler import Scheduler, Update
 from peagle_jax.engine.structured.grammar import Grammars, Matcher
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.drafter import Drafter, make_drafter
@@ -59,6 +64,26 @@ def _warn_above(trained: int | None, num_draft: int) -> None:
             num_draft,
             trained,
         )
+
+
+def _drafter_config(
+    head: DraftHead | None,
+    drafter: Drafter | None,
+    target: TargetConfig,
+    taps: Sequence[int] | None,
+    cache: Sequence[AttentionConfig] | None,
+) -> DrafterConfig | OwnDrafterConfig | None:
+    """What the engine must know of the drafter; None is plain decoding. Arguments are those of
+    `Engine`."""
+    if head is None and drafter is not None:
+        return own_config(drafter, target, taps, cache)
+    if taps is not None or cache is not None:
+        raise ConfigError("taps and cache are for a drafter without a head: leave them out")
+    return None if head is None else head.config
+
+
+def _num_bytes(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 class Engine:
@@ -94,65 +119,58 @@ class Engine:
     ):
         if config.num_draft == 0:
             head = drafter = taps = cache = None
-        if head is None and drafter is None:
-            config = replace(config, num_draft=0, adaptive="off")
         check_sizes(target.config, config)
-        peers = None if config.gather == "auto" else config.gather == "peers"
-        devices = Devices(config.tensor_parallel, check_replicas=config.check_replicas, peers=peers)
-        if devices.count > 1:
-            config = replace(config, gather="peers" if devices.peers else "library")
+        devices = Devices.of(config)
         for model in (target, head):
             if model is not None:
                 check_shares(model.config, devices.count)
-        head_config = None if head is None else head.config
-        if head is None and drafter is not None:
-            if devices.count > 1:
-                raise ConfigError("a drafter without a head runs on one device, not on several")
-            head_config = own_config(drafter, target.config, taps, cache)
-        elif taps is not None or cache is not None:
-            raise ConfigError("taps and cache are for a drafter without a head: leave them out")
+        self.target_config = target.config
+        self.drafter_config = _drafter_config(head, drafter, target.config, taps, cache)
+        if head is None and drafter is not None and devices.count > 1:
+            raise ConfigError("a drafter without a head runs on one device, not on several")
         target, head = devices.placed(target), devices.placed(head)
         if head is not None and drafter is None:
-            rules = dict(selector=config.selector, target=target if devices.count == 1 else None)
-            drafter = make_drafter(head, config.num_draft, config.draft_sampling, **rules)
-        limit = min(config.max_model_len, target.config.max_position)
-        config = replace(config, max_model_len=limit)
-        if config.rounds_per_call is None:
-            leaves = jax.tree.leaves((target, drafter if head is None else head))
-            held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-            config = replace(config, rounds_per_call=rounds_per_call(config, held))
-        own = (target.config, head_config, config)
-        config = replace(config, saved_rings=fit_rings(*own), long_prefills=has_long_prefills(*own))
-        self.config = replace(config, num_pages=fit_pages(target.config, head_config, config))
-        if num_bytes := saved_bytes(target.config, head_config, config):
-            _log.info("%d saved rings use %.1f MB", config.saved_rings, num_bytes / 1e6)
+            drafter = make_drafter(
+                head,
+                config.num_draft,
+                config.draft_sampling,
+                selector=config.selector,
+                target=target if devices.count == 1 else None,
+            )
+        self.config = resolve_config(
+            self.target_config,
+            self.drafter_config,
+            config,
+            devices,
+            weights_bytes=_num_bytes((target, drafter if head is None else head)),
+        )
         self.tokenizer = tokenizer
-        self.target_config = target.config
-        self.drafter_config = head_config
-        taps = () if head_config is None else head_config.taps
-        if head is not None:
-            taps = taps or target.config.default_taps
-            _warn_above(head.config.trained_num_draft, config.num_draft)
-        vocab_size, eos_ids = target.config.vocab_size, target.config.eos_ids
-        models = [target.config] if head_config is None else [target.config, head_config]
-        layers = (model.attention(i) for model in models for i in range(model.num_layers))
-        windows = {layer.window for layer in layers} - {None}
         self.grammars: Grammars | None = None
+        eos_ids = self.target_config.eos_ids
         if tokenizer is not None:
-            self.grammars = Grammars(tokenizer, vocab_size, eos_ids)
+            self.grammars = Grammars(tokenizer, self.target_config.vocab_size, eos_ids)
+        taps = () if self.drafter_config is None else self.drafter_config.taps
+        if head is not None:
+            taps = taps or self.target_config.default_taps
+            _warn_above(head.config.trained_num_draft, config.num_draft)
         if accept is None:
             accept = verify_blocks if config.verify_method == "block" else verify
-        rules = dict(taps=taps, accept=accept, devices=devices)
-        self.programs = Programs(target, drafter, self.config, **rules)
+        self.programs = Programs(
+            target, drafter, self.config, taps=taps, accept=accept, devices=devices
+        )
         self._timer = None
         self.policy: LoadPolicy | None = None
         """Chooses K with `config.adaptive`; None: K is fixed."""
         if self.config.adaptive != "off":
             self._timer = RoundTimer(self.programs, times)
             self.policy = LoadPolicy(self.config.num_draft, self._timer.times)
-        rules = dict(eos_ids=eos_ids, windows=windows, policy=self.policy)
-        self.scheduler = Scheduler(self.config, **rules)
-        self._state = self.programs.init_state(target.config, head_config)
+        self.scheduler = Scheduler(
+            self.config,
+            eos_ids=eos_ids,
+            windows=windows_of(self.target_config, self.drafter_config),
+            policy=self.policy,
+        )
+        self._state = self.programs.init_state(self.target_config, self.drafter_config)
         self._in_flight: list[InFlight] = []
         self.numbers = itertools.count()  # of requests; their seeds, where they have none
 
@@ -397,8 +415,8 @@ class Engine:
         """Plans the next calls and dispatches them."""
         try:
             calls = self.scheduler.schedule()
-            rules = (self.programs, self._state, calls, self.config.repeat)
-            for self._state, call in dispatch(*rules):
+            dispatched = dispatch(self.programs, self._state, calls, self.config.repeat)
+            for self._state, call in dispatched:
                 self._in_flight += [] if call is None else [call]
         except BaseException:
             self._give_up()

@@ -54,6 +54,11 @@ class FakeEngine:
         self.num_rows = self.num_refused = 0
         self.num_drafted: Counter = Counter()
 
+    def vary_k(self, rng: random.Random) -> None:
+        """Each round has another K from now on."""
+        self.scheduler.policy = AnyK(rng)
+        self.scheduler.rounds = dict.fromkeys(self.config.batch_buckets, (0, 1, 3, 5))
+
     def add(self, prompt: list[int], num_draft: int | None = None, salt=(), **fields) -> Request:
         num_draft = self.config.num_draft if num_draft is None else num_draft
         request = make_request(len(self.streams), prompt, num_draft, **fields)

@@ -15,7 +15,7 @@ from peagle_jax.engine.structured.grammar import Matcher
 from peagle_jax.engine.structured.mask_threads import MaskThreads
 from peagle_jax.method.plan import mask_words
 from tests.engine.fake_device import VOCAB
-from tests.engine.fake_engine import EOS, AnyK, FakeEngine, check_finished, make_config
+from tests.engine.fake_engine import EOS, FakeEngine, check_finished, make_config
 
 TEXT = "".join(chr(ord("0") + token) for token in range(VOCAB - 1))
 """Token i is one character; the last token ends the text."""
@@ -103,8 +103,7 @@ def test_every_request_gets_the_text_of_its_own_grammar_in_any_mix(name, lag, nu
     rng = random.Random(1)
     engine = FakeEngine(CONFIGS[name], lag=lag, seed=1)
     if name == "changing K":
-        engine.scheduler.policy = AnyK(rng)
-        engine.scheduler.rounds = dict.fromkeys(engine.config.batch_buckets, (0, 1, 3, 5))
+        engine.vary_k(rng)
     added: list[tuple[Request, str | None]] = []
     seen: Counter = Counter()
     for _ in range(num_cases("rounds of constrained requests in the scheduler", 250, least=250)):

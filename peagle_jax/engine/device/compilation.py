@@ -82,6 +82,11 @@ class Recipe:
     accept: AcceptRule
 
 
+def named(one: Program | None) -> str:
+    """A program's name for people; of None "the list of programs"."""
+    return "the list of programs" if one is None else str(one)
+
+
 Maker = Callable[[], tuple[Any, Any, Sequence[Program]]]
 """A recipe that can be pickled too: -> the `Programs` of an engine of shapes, their state, and the
 keys of those that it needs. Children call it."""
@@ -129,11 +134,6 @@ class Job(NamedTuple):
     key: Program | None = None
     file: str | None = None
     """The program's, if a child has listed it."""
-
-    @property
-    def name(self) -> str:
-        """What it is about, for people."""
-        return "the list of programs" if self.key is None else str(self.key)
 
 
 def compile_missing(
@@ -237,7 +237,7 @@ class _Run:
                     child = None
                     self._attempts[job] += 1
                     if self._attempts[job] < _ATTEMPTS:
-                        _log.warning("%s; %s is tried once more", died, job.name)
+                        _log.warning("%s; %s is tried once more", died, named(job.key))
                         with self._changed:
                             self._todo.appendleft(job)
                         continue

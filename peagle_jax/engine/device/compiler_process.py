@@ -80,19 +80,13 @@ class _Compiler:
 
 def programs_of(recipe: Recipe) -> tuple[Programs, object]:
     """The programs of a recipe, and the shapes of their state. They compile and cannot run."""
-    config = recipe.config
-    devices = Devices(
-        config.tensor_parallel,
-        check_replicas=config.check_replicas,
-        peers=config.gather == "peers",
-    )
     programs = Programs(
         recipe.target,
         recipe.drafter,
-        config,
+        recipe.config,
         taps=recipe.taps,
         accept=recipe.accept,
-        devices=devices,
+        devices=Devices.of(recipe.config),
     )
     return programs, programs.init_state(recipe.target_config, recipe.drafter_config)
 

@@ -68,6 +68,11 @@ def _layers(target: TargetConfig, drafter: DrafterConfig | None) -> list[Attenti
     return [model.attention(i) for model in models for i in range(model.num_layers)]
 
 
+def windows_of(target: TargetConfig, drafter: DrafterConfig | None) -> set[int]:
+    """Sizes of the sliding windows in the layers of target and drafter."""
+    return {layer.window for layer in _layers(target, drafter)} - {None}
+
+
 def _token_bytes(layer: AttentionConfig, config: EngineConfig) -> int:
     itemsize = jax.numpy.dtype(config.cache_dtype).itemsize
     layer = local_attention(layer, config.tensor_parallel)
@@ -124,7 +129,7 @@ def has_long_prefills(
       ConfigError: they are asked for, and a layer has a window, whose ring holds the rows of one
         chunk only.
     """
-    has_windows = any(layer.window is not None for layer in _layers(target, drafter))
+    has_windows = bool(windows_of(target, drafter))
     if config.long_prefills and has_windows:
         raise ConfigError.of("long_prefills", "a layer has a sliding window; leave it out")
     return (

@@ -8,43 +8,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import jax
 
 from peagle_jax.config import EngineConfig
-from peagle_jax.devices import Devices
 from peagle_jax.engine.device import ring_copies
+from peagle_jax.engine.device.functions import Functions
 from peagle_jax.engine.device.output_shapes import prefill_output, round_output, spec_of
+from peagle_jax.engine.device.read_only import ReadOnly, join, without
 from peagle_jax.engine.device.transfer import Resident, pack
 from peagle_jax.engine.host.calls import DecodeCall, RoundShape, idle_prefill
 from peagle_jax.engine.host.controls import idle_controls
 from peagle_jax.engine.host.prefill_shapes import PrefillShape
 from peagle_jax.method import step
-from peagle_jax.method.adjust import Controls
 from peagle_jax.method.plan import (
     ControlsPlan,
     DecodePlan,
     PrefillPlan,
-    RequestParams,
     greedy_only,
     mask_words,
 )
 from peagle_jax.method.step import StepOutput
-
-
-class Functions(NamedTuple):
-    """What the programs of an engine are made of.
-
-    Attributes:
-      prefill, round, controls: functions under `jax.jit`, of the weights and of a call's operands.
-    """
-
-    config: EngineConfig
-    devices: Devices
-    prefill: Callable
-    round: Callable
-    controls: Callable
 
 
 def _specs(*operands) -> tuple:
@@ -149,12 +133,6 @@ class Prefill(Call):
         return written
 
 
-ReadOnly = tuple[RequestParams, Controls | None]
-"""Parts of the state that a round reads only: the parameters, and controls without counts. They are
-operands beside the state that it consumes: each array that a program returns costs the host a
-microsecond."""
-
-
 @dataclass(frozen=True)
 class Round(Call):
     """A round of any requests."""
@@ -254,20 +232,3 @@ class CopyRings(Program):
         """Dispatches the copy; `state` is consumed."""
         copied = program(*ring_copies.operands(state, source, target))
         return ring_copies.with_copied(state, copied)
-
-
-def without(state: step.State, kept: ReadOnly) -> step.State:
-    """The state without `kept`."""
-    controls = None
-    if kept[1] is not None:
-        nothing = dict.fromkeys(Controls._fields)
-        controls = Controls(**nothing | {"counts": state.controls.counts})
-    return replace(state, params=None, controls=controls)
-
-
-def join(written: step.State, kept: ReadOnly) -> step.State:
-    """The state from its parts."""
-    params, controls = kept
-    if written.controls is not None:
-        controls = controls._replace(counts=written.controls.counts)
-    return replace(written, params=params, controls=controls)

@@ -31,31 +31,26 @@ from peagle_jax.devices import Devices
 from peagle_jax.engine.device import layouts
 from peagle_jax.engine.device.compilation import Recipe
 from peagle_jax.engine.device.compiler_options import compiler_options
+from peagle_jax.engine.device.functions import make_functions
 from peagle_jax.engine.device.memory import carve_holes
 from peagle_jax.engine.device.output_shapes import spec_of
 from peagle_jax.engine.device.program import (
     Call,
     CopyRings,
-    Functions,
     GreedyRound,
     Prefill,
     Program,
     Round,
     WriteControls,
-    join,
-    without,
 )
 from peagle_jax.engine.device.round_shapes import greedy_shapes, round_shapes
 from peagle_jax.engine.device.stored_programs import StoredPrograms
 from peagle_jax.engine.device.stored_times import StoredTimes
-from peagle_jax.engine.device.transfer import Resident, Result, pack_on_device, unpack
+from peagle_jax.engine.device.transfer import Resident, Result
 from peagle_jax.engine.host.calls import RoundShape, timed_plan
-from peagle_jax.engine.host.controls import idle_controls
 from peagle_jax.engine.host.prefill_shapes import PrefillShape, full_shape, prefill_shapes
-from peagle_jax.method import adjust, step
-from peagle_jax.method.drafter import with_num_draft
+from peagle_jax.method import step
 from peagle_jax.method.plan import ControlsPlan, DecodePlan, PrefillPlan
-from peagle_jax.method.repeated_rounds import speculative_rounds
 from peagle_jax.models.quantized_activations import with_activations
 
 AT_ONCE = max(4, min(8, (os.cpu_count() or 1) // 2))
@@ -107,39 +102,10 @@ class Programs:
         self._taps, self._accept = taps, accept
         self._devices, self._weights = devices, devices.take_weights(weights)
         self.stored_times = StoredTimes(self._weights, structure, config)
-        static = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
+        rules = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
         places = [dispatch.default_device()] if devices.mesh is None else [*devices.mesh.devices]
-        self._stored = StoredPrograms(structure, config, places, static)
-
-        def models(weights, num_draft):
-            target, drafter = jax.tree.unflatten(structure, devices.leaves(weights))
-            return target, with_num_draft(drafter, num_draft)
-
-        # Donated buffers: the state (caches are updated in place) and the previous call's output.
-        @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames="scores")
-        @devices.program
-        def prefill(weights, state, plan, mask, previous, *, scores):
-            args = (*models(weights, config.num_draft), state, plan, mask)
-            state, output = step.prefill(*args, scores=scores, **static)
-            return state, pack_on_device(output)
-
-        shape = ("num_draft", "repeat")
-
-        @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames=shape)
-        @devices.program
-        def speculative_step(weights, written, plan, mask, previous, kept, *, num_draft, repeat):
-            own, state = partial(models, weights, num_draft), join(written, kept)
-            if repeat > 1:
-                state, output = speculative_rounds(own, state, plan, repeat=repeat, **static)
-            else:
-                state, output = step.speculative_step(*own(), state, plan, mask, **static)
-            return without(state, kept), pack_on_device(output)
-
-        @partial(jax.jit, donate_argnums=0)
-        def controls(all_controls, packed):
-            return adjust.fill(all_controls, unpack(packed, idle_controls(config)))
-
-        self._functions = Functions(config, devices, prefill, speculative_step, controls)
+        self._stored = StoredPrograms(structure, config, places, rules)
+        self._functions = make_functions(structure, config, devices, taps, accept)
         self._compiled: dict[Program, Callable] = {}
         self._resident: dict[Call, Resident] = {}
         self._lock = threading.Lock()
