@@ -271,9 +271,9 @@ class EngineWorker:
             _log.exception("a program cannot be compiled; rounds use those that are compiled")
         c_library_trim()  # compiling leaves up to a gigabyte of free memory in pieces
 
-    def _load(self, key: Program) -> None:
+    def _load(self, program: Program) -> None:
         """Loads a program that has just come onto disk."""
-        self._engine.load(key)
+        self._engine.load(program)
         self._mail.put(_TimeIdle())
 
     def _step(self) -> bool:

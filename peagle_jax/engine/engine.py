@@ -184,16 +184,16 @@ class Engine:
         """Compiles all programs; afterwards no call compiles. `on_compiled` is called after each
         one.
 
-        With `sizes`, compiles only the first round of each of these batch buckets, that of
-        the most drafts; the largest bucket must be among them or already compiled. Batches
-        are padded to the next larger compiled bucket. `compile_next` compiles the others. With
-        `only_greedy`, rounds of other requests are left out: they compile when they come.
+        With `sizes`, compiles only the round of most drafts of each of these batch buckets; the
+        largest bucket must be among them or already compiled. Batches are padded to the next larger
+        compiled bucket. `compile_next` compiles the others. With `only_greedy`, rounds of other
+        requests are left out: they compile when they come.
         """
-        self._compile(self._keys(sizes, only_greedy), on_compiled)
+        self._compile(self._calls(sizes, only_greedy), on_compiled)
         while sizes is None and self.time_idle_round():
             pass
 
-    def _keys(self, sizes: Sequence[int] | None, only_greedy: bool) -> tuple[Call, ...]:
+    def _calls(self, sizes: Sequence[int] | None, only_greedy: bool) -> tuple[Call, ...]:
         """Programs that `warm_up` compiles beside those of every warm-up."""
         if sizes is not None:
             return tuple(Round(RoundShape(size, self.config.num_draft)) for size in sizes)
@@ -215,7 +215,7 @@ class Engine:
         has_low_priority: bool = False,
         must_end: Callable[[], bool] = lambda: False,
         report: Callable[[Progress], None] = lambda progress: None,
-        on_done: Callable[[Program], None] = lambda key: None,
+        on_done: Callable[[Program], None] = lambda program: None,
     ) -> None:
         """Compiles in child processes, onto disk, what `warm_up` compiles: after it a warm-up only
         loads.
@@ -226,7 +226,7 @@ class Engine:
         Args:
           sizes, only_greedy: as of `warm_up`.
           has_low_priority, must_end, report: as of `compilation.compile_missing`.
-          on_done: called with the key of each program that is on disk now, by another thread.
+          on_done: called with each program that is on disk now, by another thread.
 
         Raises:
           CompileError: the compiler refuses a program, or dies of it.
@@ -241,15 +241,15 @@ class Engine:
                 has_low_priority=has_low_priority,
                 must_end=must_end,
                 report=report,
-                on_done=lambda _, key: on_done(key),
+                on_done=lambda _, program: on_done(program),
             )
         except PicklingError as error:
             _log.info("programs compile in this process: %s", error)
             return
-        for (_, key), failure in failed.items():
+        for (_, program), failure in failed.items():
             if failure.is_final:
-                raise CompileError(f"{key} cannot be compiled: {failure.reason}")
-            _log.warning("%s compiles in this process: %s", key, failure.reason)
+                raise CompileError(f"{program} cannot be compiled: {failure.reason}")
+            _log.warning("%s compiles in this process: %s", program, failure.reason)
 
     def compile_next(self) -> bool:
         """Compiles one missing program, while another thread may run the engine.
@@ -262,16 +262,16 @@ class Engine:
         return bool(missing)
 
     def missing_on_disk(self, *, sizes: Sequence[int] | None = None, only_greedy: bool = False):
-        """Keys of programs that `compile_missing` would compile; None if programs are not kept on
+        """Programs that `compile_missing` would compile; None if programs are not kept on
         disk."""
         programs = self.programs
-        keys = (*programs.full_prefills, *programs.copies, *self._keys(sizes, only_greedy))
-        return programs.not_on_disk(keys, self._state)
+        some = (*programs.full_prefills, *programs.copies, *self._calls(sizes, only_greedy))
+        return programs.not_on_disk(some, self._state)
 
-    def load(self, key: Program) -> None:
+    def load(self, program: Program) -> None:
         """Compiles a program if it is missing, or reads it from disk; another thread may run the
         engine."""
-        self._compile(() if key in self.programs.copies else (key,))
+        self._compile(() if program in self.programs.copies else (program,))
 
     def _compile(
         self, rounds: Sequence[Call], on_compiled: Callable[[], None] = lambda: None
