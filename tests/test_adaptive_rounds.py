@@ -4,7 +4,7 @@ any two rounds, and nothing compiles."""
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -339,8 +339,8 @@ def test_sampled_output_has_the_targets_law_under_any_choice_of_k(
     assert engine.policy.num_changes > 20
 
 
-def make_engine(times: RoundTimes | None) -> Engine:
-    config = one_page_config(2)
+def make_engine(times: RoundTimes | None, **changes) -> Engine:
+    config = replace(one_page_config(2), **changes)
     return Engine(target("llama"), None, config, drafter=oracle("llama", 4), times=times)
 
 
@@ -391,7 +391,7 @@ def test_nothing_compiles_after_warm_up_and_a_start_takes_only_the_first_program
     three_k, monkeypatch
 ):
     monkeypatch.setattr(StoredTimes, "load", lambda self: {})  # of an earlier run of this test
-    engine = make_engine(None)
+    engine = make_engine(None, max_logprobs=1)  # no other test compiles for it
     assert engine.num_programs == 5
     engine.warm_up(sizes=engine.config.batch_buckets)
     assert engine.programs.num_compiled == 3
