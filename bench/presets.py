@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from bench.command import PRESET_SUFFIX
 from convert.synthetic import with_layers
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
-from peagle_jax.models.presets import PRESETS
+from peagle_jax.presets import PRESETS
 from peagle_jax.rope_config import Llama3Scaling, RopeConfig
 
 Format = Literal["bf16", "fp8", "mxfp4"]
@@ -122,7 +122,7 @@ def preset(name: str, layers: int | None = None, selector_rank: int = 0) -> Pres
     """A full-size model by name.
 
     Args:
-      name: of `peagle_jax.models.presets`; with "-fp8" its linear layers are fp8 in blocks of 128 x
+      name: of `peagle_jax.presets`; with "-fp8" its linear layers are fp8 in blocks of 128 x
         128.
       layers: number of first layers to keep; the name then states it.
       selector_rank: see `Preset`.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.command import PRESET_SUFFIX, check_preset
 from peagle_jax.config import ConfigError
-from peagle_jax.models.presets import PRESETS
+from peagle_jax.presets import PRESETS
 from peagle_jax.sampling_params import SamplingParams
 from serving.settings import Settings
 

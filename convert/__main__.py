@@ -363,7 +363,7 @@ def _dequantize(args) -> int:
 
 def _synthetic(args) -> int:
     from convert.synthetic import SHARD_BYTES, with_layers, write_synthetic
-    from peagle_jax.models.presets import PRESETS
+    from peagle_jax.presets import PRESETS
 
     config = PRESETS[args.preset]
     if args.layers:

@@ -5,7 +5,7 @@ from pathlib import Path
 from peagle_jax.checkpoint.gguf_file import is_gguf
 from peagle_jax.checkpoint.hub import is_hub_id
 from peagle_jax.config import ConfigError
-from peagle_jax.models.presets import PRESETS
+from peagle_jax.presets import PRESETS
 
 
 def check(args) -> None:

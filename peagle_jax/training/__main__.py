@@ -42,7 +42,7 @@ def _synthesize(args) -> None:
 
 def _plan(args) -> None:
     from peagle_jax.checkpoint.target_json import target_config
-    from peagle_jax.models.presets import PRESETS
+    from peagle_jax.presets import PRESETS
     from peagle_jax.training import recipe
 
     if args.preset not in (None, *PRESETS):

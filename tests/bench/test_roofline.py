@@ -15,7 +15,7 @@ from bench.roofline import (
     target_cost,
 )
 from peagle_jax.config import DrafterConfig
-from peagle_jax.models.presets import PRESETS
+from peagle_jax.presets import PRESETS
 from peagle_jax.rope_config import RopeConfig
 
 CHIP = CHIPS["NVIDIA H200"]

@@ -20,7 +20,7 @@ from peagle_jax.checkpoint import (
 )
 from peagle_jax.checkpoint.safetensors import write
 from peagle_jax.method.draft_head import DraftHead
-from peagle_jax.models.presets import PRESETS
+from peagle_jax.presets import PRESETS
 from tests.checkpoint import released
 from tests.golden import layouts
 from tests.tiny import causal_attention

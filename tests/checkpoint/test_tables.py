@@ -22,7 +22,7 @@ from peagle_jax.checkpoint.tables import (
 from peagle_jax.config import TargetConfig
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import build
-from peagle_jax.models.presets import PRESETS
+from peagle_jax.presets import PRESETS
 from tests import tiny
 from tests.checkpoint import released
 

@@ -9,7 +9,7 @@ import pytest
 from peagle_jax.checkpoint import CheckpointError, target_config
 from peagle_jax.checkpoint.target_writer import target_json
 from peagle_jax.config import GlobalAttention
-from peagle_jax.models.presets import PRESETS
+from peagle_jax.presets import PRESETS
 from peagle_jax.rope_config import DynamicScaling, LinearScaling, RopeConfig, YarnScaling
 from tests.checkpoint import released
 from tests.checkpoint.released import write_config

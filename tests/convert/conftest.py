@@ -9,7 +9,7 @@ import pytest
 from convert.__main__ import main
 from convert.synthetic import write_synthetic
 from peagle_jax.cli.model_folders import embedded
-from peagle_jax.models.presets import PRESETS
+from peagle_jax.presets import PRESETS
 from tests import memory
 
 GOLDEN = Path(__file__).parents[1] / "golden"

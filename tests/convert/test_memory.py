@@ -9,7 +9,7 @@ import pytest
 from convert.plan import make_plan
 from convert.source import open_source
 from convert.synthetic import with_layers, write_synthetic
-from peagle_jax.models.presets import PRESETS
+from peagle_jax.presets import PRESETS
 from tests.convert.conftest import ROOT
 
 CONVERT, COMPARE = 600_000_000, 900_000_000
