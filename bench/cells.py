@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from peagle_jax.cli import runs
 from peagle_jax.config import EngineConfig
-from peagle_jax.engine.device.compilation import Progress, compile_missing
-from peagle_jax.engine.device.device_calls import Key, spelled
+from peagle_jax.engine.device.compilation import Progress, compile_missing, named
+from peagle_jax.engine.device.program import Program
 from peagle_jax.engine.engine import Engine
 
 _LOG_SECONDS = 5.0
@@ -56,7 +56,7 @@ def warm_up(engine: Engine, title: str, *, only_greedy: bool) -> None:
     need."""
     total = engine.num_programs
     if only_greedy:
-        total -= len(engine.programs.round_keys) - len(engine.programs.greedy_keys)
+        total -= len(engine.programs.rounds_of_any) - len(engine.programs.rounds_of_greedy)
     runs.compile_missing(engine, only_greedy=only_greedy)
     with progress_bar(desc=f"{title}: compiling", total=total, unit="program", leave=False) as bar:
         engine.warm_up(bar.update, only_greedy=only_greedy)
@@ -79,10 +79,10 @@ class Work:
     cell: tuple
     only_greedy: bool = False
 
-    def __call__(self) -> tuple[Any, Any, Sequence[Key]]:
+    def __call__(self) -> tuple[Any, Any, Sequence[Program]]:
         engine = self.make(self.options, *self.cell)
         programs = engine.programs
-        rounds = programs.greedy_keys if self.only_greedy else programs.round_keys
+        rounds = programs.rounds_of_greedy if self.only_greedy else programs.rounds_of_any
         keys = (*programs.full_prefills, *programs.small_prefills, *rounds, *programs.copies)
         return programs, engine._state, keys
 
@@ -124,7 +124,7 @@ def compile_all(
         )
     for (index, key), failure in failed.items():
         engine = " at ".join(map(str, work[index].cell))
-        say(f"not compiled beforehand: {engine}: {spelled(key)}: {failure.reason}")
+        say(f"not compiled beforehand: {engine}: {named(key)}: {failure.reason}")
     if left := last.total - last.done:
         say(f"{left} programs are left, which compile one after another")
     done = last.done - sum(key is not None for _, key in failed)

@@ -35,8 +35,9 @@ from typing import Any, ClassVar, Literal, Self
 from peagle_jax.cli.command_line import Parser, positive
 from peagle_jax.cli.model_folders import check_folders
 from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig
-from peagle_jax.draft_schedule import adaptive_of
+from peagle_jax.exclusions import ADAPTIVE
 from peagle_jax.presets import PRESETS
+from peagle_jax.removed import check_choice
 
 RESULTS = Path(__file__).parent / "results"
 PRESET_SUFFIX = "-fp8"  # suffix of presets with fp8 linear layers
@@ -62,7 +63,8 @@ def list_of_methods(text: str) -> tuple[str, ...]:
 def list_of_adaptive(text: str) -> tuple[str, ...]:
     """What an engine chooses, with commas between."""
     try:
-        return tuple(dict.fromkeys(map(adaptive_of, text.split(","))))
+        values = (check_choice("adaptive", one, ADAPTIVE) for one in text.split(","))
+        return tuple(dict.fromkeys(values))
     except ConfigError as error:
         raise argparse.ArgumentTypeError(error.rule) from error
 

@@ -43,12 +43,13 @@ from bench.synthetic import Scattered, synthetic_acceptance
 from bench.timing import dispatch_times, drive
 from peagle_jax.cli import runs
 from peagle_jax.config import ConfigError
-from peagle_jax.devices import own_devices
-from peagle_jax.draft_schedule import adaptive_of
+from peagle_jax.devices import first_devices
 from peagle_jax.engine.engine import Engine
+from peagle_jax.exclusions import ADAPTIVE
 from peagle_jax.method.verify import verify
 from peagle_jax.models.weight_order import order_weights
 from peagle_jax.presets import PRESETS
+from peagle_jax.removed import check_choice
 from peagle_jax.sampling_params import SamplingParams
 
 _DEFAULT_K = 7
@@ -198,7 +199,7 @@ def _variant(text: str) -> Variant:
         raise ConfigError(f"--variants {text}: must be none, METHOD:K or METHOD:K:ADAPTIVE")
     check_num_drafts((int(drafts),))
     try:
-        return Variant(method, int(drafts), adaptive_of(adaptive or "off"))
+        return Variant(method, int(drafts), check_choice("adaptive", adaptive or "off", ADAPTIVE))
     except ConfigError as error:
         raise ConfigError(f"--variants {text}: {error.rule}") from error
 
@@ -494,7 +495,7 @@ def _profile(options: Options, engine: Engine, concurrency: int, bar: tqdm) -> d
 
 def peak_memory(num_devices: int) -> int | None:
     """Peak memory of the fullest device since process start in bytes; None if not reported."""
-    stats = [device.memory_stats() or {} for device in own_devices(num_devices)]
+    stats = [device.memory_stats() or {} for device in first_devices(num_devices)]
     return max((one["peak_bytes_in_use"] for one in stats if one), default=None)
 
 

@@ -204,8 +204,11 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
         if sizes.rounds_per_call > 1:
             light = dataclasses.replace(state, params=greedy_only(state.params), controls=None)
             plan = plan._replace(constrained=None, forced=None, newest=None)
-            rounds = (functools.partial(models, weights), light, plan)
-            light, output = speculative_rounds(*rounds, taps=taps, repeat=sizes.rounds_per_call)
+            own, run = (
+                functools.partial(models, weights),
+                functools.partial(step.speculative_step, taps=taps),
+            )
+            light, output = speculative_rounds(own, run, light, plan, sizes.rounds_per_call)
             kept = dict(params=state.params, controls=state.controls)
             return dataclasses.replace(light, **kept), output
         return step.speculative_step(*models(weights), state, plan, mask, taps=taps)

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, formats, mxfp8
+from pallas_kernels import dispatch, formats
 from pallas_kernels.formats import BLOCK
 
 Activations = Literal["bf16", "fp8"]
@@ -131,8 +131,6 @@ def rounding(
     Raises:
       ValueError: there are no such activations, or no such format of weights.
     """
-    if formats.kind(values, scale) == "mxfp8":
-        return mxfp8.rounded
     return as_quantized if are_quantized(activations, values, scale) else None
 
 

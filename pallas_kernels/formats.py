@@ -10,9 +10,6 @@ Weights W [..., N, K] are stored with K, the contraction axis, contiguous:
   `pallas_kernels.fp8_tiles`. The scale is that of fp8, so the values have one axis more than it.
 - mxfp4: values uint8 [..., N, K / 2], e2m1 elements; scale uint8 [..., N, K / 32], e8m0: code s
   multiplies 32 elements by 2^(s - 127), and 255 is NaN.
-- mxfp8: values float8_e4m3fn [..., N, K]; scale uint8 [..., ceil(N / 128), ceil(K / 128), 32, 16],
-  one e8m0 code for 32 elements, in the order of `pallas_kernels.mxfp8`. Products with it quantise
-  their rows to mxfp8 too.
 
 An mxfp4 byte:
 
@@ -27,14 +24,14 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import fp8_tiles, mxfp8
+from pallas_kernels import fp8_tiles
 
 BLOCK = 128
 """Rows and columns of a block with one fp8 scale."""
 GROUP = 32
-"""Columns of a group with one mxfp4 or mxfp8 scale."""
+"""Columns of a group with one mxfp4 scale."""
 
-Kind = Literal["plain", "fp8", "fp8_tiles", "mxfp4", "mxfp8"]
+Kind = Literal["plain", "fp8", "fp8_tiles", "mxfp4"]
 _PLAIN = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -55,16 +52,9 @@ def kind(values: jax.Array, scale: jax.Array | None) -> Kind:
     is_tiled = values.dtype == jnp.float8_e4m3fn and len(values.shape) == len(scale.shape) + 1
     is_tiled &= values.shape[-1] == fp8_tiles.SIZE
     *leading, N, width = fp8_tiles.logical_shape(values.shape) if is_tiled else values.shape
-    if values.dtype == jnp.float8_e4m3fn and scale.dtype == jnp.uint8:
-        shape = (*leading, *mxfp8.tiles(N, width))
-        if scale.shape != shape:
-            raise ValueError(
-                f"{scale.shape=} does not fit mxfp8 {values.shape=}: it must be {shape}"
-            )
-        return "mxfp8"
     if values.dtype == jnp.float8_e4m3fn:
         if scale.dtype != jnp.float32:
-            raise ValueError(f"fp8 values need a float32 scale, mxfp8 a uint8 one: {scale.dtype=}")
+            raise ValueError(f"fp8 values need a float32 scale: {scale.dtype=}")
         rows, columns = {N, -(-N // BLOCK)}, {1, -(-width // BLOCK)}
     elif values.dtype == jnp.uint8:
         if scale.dtype != jnp.uint8:
@@ -96,18 +86,6 @@ def logical_shape(values: jax.Array, scale: jax.Array | None) -> tuple[int, ...]
         return fp8_tiles.logical_shape(values.shape)
     *leading, width = values.shape
     return (*leading, 2 * width if form == "mxfp4" else width)
-
-
-def takes(values: jax.Array, scale: jax.Array | None, K: int) -> bool:
-    """Whether a weight multiplies rows of K columns; an mxfp8 weight may have zeros up to whole
-    tiles.
-
-    Raises:
-      ValueError: as `kind`.
-    """
-    width = logical_shape(values, scale)[-1]
-    tiled = -(-K // mxfp8.TILE) * mxfp8.TILE
-    return width == K or (kind(values, scale) == "mxfp8" and width == tiled)
 
 
 def kernel_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
@@ -147,8 +125,8 @@ def compile_refusal(values: jax.Array, scale: jax.Array | None) -> str | None:
 def dequantize(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """The unpacked weight [..., N, K] in `dtype`.
 
-    fp8 is scaled in float32 and rounded once to `dtype`. mxfp4 and mxfp8 are exact in float32 and
-    bfloat16, mxfp4 including subnormal numbers. A plain weight is cast.
+    fp8 is scaled in float32 and rounded once to `dtype`. mxfp4 is exact in float32 and bfloat16,
+    including subnormal numbers. A plain weight is cast.
 
     Raises:
       ValueError: as `kind`.
@@ -162,9 +140,6 @@ def dequantize(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> 
             return dequantize(fp8_tiles.restore(values), scale, dtype)
         case "mxfp4":
             return _mxfp4(values, scale).astype(dtype)
-        case "mxfp8":
-            codes = mxfp8.unpack(scale, *values.shape[-2:])
-            return mxfp8.dequantize(values, codes).astype(dtype)
 
 
 def _spread(scale: jax.Array, N: int, K: int) -> jax.Array:

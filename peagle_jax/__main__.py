@@ -17,7 +17,6 @@ from pathlib import Path
 from peagle_jax.cli.model_folders import check_folders, check_head_is_given, local_folder
 from peagle_jax.cli.options import parser, read_structured, refuse_ineffective
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.draft_schedule import adaptive_or_default
 from peagle_jax.method.own_drafters import is_own, load_own
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text.prompts import (
@@ -99,15 +98,11 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
     if args.concurrency < 1:
         raise ConfigError(f"--concurrency {args.concurrency} must be at least 1")
     most = max((param.logprobs or 0) for param in params)
-    schedule, adaptive = args.num_speculative_tokens_per_batch_size, args.adaptive
-    if adaptive is None and (args.compare or args.concurrency == 1):
-        # Methods are compared at one K, and one prompt at a time is always the same load.
-        adaptive = "off"
+    # Methods are compared at one K, and one prompt at a time is always the same load.
+    is_fixed = args.compare or args.concurrency == 1
     return EngineConfig(
         num_draft=args.num_speculative_tokens if args.compare or args.method != "none" else 0,
-        draft_schedule=schedule,
-        adaptive=adaptive_or_default(adaptive, schedule, args.ngram),
-        ngram=args.ngram,
+        adaptive=args.adaptive or ("off" if is_fixed else "load"),
         draft_sampling=args.draft_sampling,
         verify_method=args.verify_method,
         selector=args.selector,
@@ -260,7 +255,7 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     prompts, texts, params = ([some[n] for n in numbers] for some in (prompts, texts, params))
     loaded = time.perf_counter()
     sizes = engine.config.batch_buckets
-    later = len(engine.programs.round_keys) + len(engine.programs.small_prefills)
+    later = len(engine.programs.rounds_of_any) + len(engine.programs.small_prefills)
     total = engine.num_programs - later + len(sizes)
     if runs.compiles_in_children():
         with tqdm(desc="compiling", unit="program", leave=False, disable=None) as bar:

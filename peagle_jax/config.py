@@ -3,13 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from peagle_jax.draft_schedule import (
-    NGRAM_DRAFTS,
-    Adaptive,
-    Schedule,
-    num_draft_at,
-    schedule_of,
-)
 from peagle_jax.errors import ConfigError
 from peagle_jax.exclusions import check_options
 from peagle_jax.rope_config import DynamicScaling, RopeConfig
@@ -279,8 +272,6 @@ class EngineConfig:
 
     Args:
       num_draft: J, most draft tokens per round (the papers' K); 0 is plain decoding.
-      ngram: least tokens of a match for n-gram drafts, see the module `ngram`; 0: no such drafts.
-      draft_schedule: drafts per round by batch size, see `draft_schedule`; empty: J for all sizes.
       adaptive: "load" chooses the drafts of each round at run time, see `engine.host.k_by_load`.
       max_num_seqs: maximum number of requests in decode; `batch_buckets` derive from it.
       batch_sizes: compiled batch sizes, ascending, the last one `max_num_seqs`; empty: powers of two.
@@ -304,13 +295,11 @@ class EngineConfig:
       greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: see `greedy_shapes`.
       rounds_per_call: rounds that one call of such a batch runs; None: see `round_shapes.rounds_per_call`.
       dtype: of weights and activations; kv_cache_dtype: "auto" stores K and V in it, "fp8" as e4m3 with scale 1.
-      activations: "fp8" quantises the rows of fp8 weights, "mxfp8" these weights too, see `quantized_activations`.
+      activations: "fp8" quantises the rows of fp8 weights, see `quantized_activations`.
     """
 
     num_draft: int = 7
-    ngram: int = 0
-    draft_schedule: Schedule = ()
-    adaptive: Adaptive = "off"
+    adaptive: Literal["off", "load"] = "off"
     max_num_seqs: int = 8
     batch_sizes: tuple[int, ...] = ()
     max_model_len: int = 2048
@@ -336,7 +325,7 @@ class EngineConfig:
     rounds_per_call: int | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    activations: Literal["bf16", "fp8", "mxfp8"] = "bf16"
+    activations: Literal["bf16", "fp8"] = "bf16"
 
     def __post_init__(self):
         sizes = "max_num_seqs max_model_len page_size max_waiting tensor_parallel rounds_per_call"
@@ -346,7 +335,6 @@ class EngineConfig:
         if not 0 <= self.num_draft <= MAX_NUM_DRAFT:
             limits = f"must lie between 0 and {MAX_NUM_DRAFT}"
             raise ConfigError(f"num_speculative_tokens={self.num_draft} {limits}")
-        object.__setattr__(self, "draft_schedule", schedule_of(self.draft_schedule))
         check_options(self)
         if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:
             raise ConfigError(
@@ -356,23 +344,6 @@ class EngineConfig:
             )
 
     @property
-    def most_drafts(self) -> int:
-        """Most drafts that a round verifies for one request: J, or more with n-grams."""
-        return NGRAM_DRAFTS if self.ngram else self.num_draft
-
-    def num_made(self, num_draft: int) -> int:
-        """Drafts that a round of K = `num_draft` makes: K, or with n-grams always up to their number."""
-        return self.most_drafts if self.ngram else num_draft
-
-    def num_draft_at(self, batch_size: int) -> int:
-        """K, draft tokens per round of the batch bucket `batch_size`; at most J."""
-        return num_draft_at(self.draft_schedule, batch_size, self.num_draft)
-
-    def first_num_draft(self, batch_size: int) -> int:
-        """K of a bucket's round that compiles first. The texts of seeds have its drafts."""
-        return self.most_drafts if self.ngram else self.num_draft_at(batch_size)
-
-    @property
     def repeat(self) -> int:
         """`rounds_per_call`; 1 before the engine has chosen."""
         return self.rounds_per_call or 1
@@ -380,7 +351,7 @@ class EngineConfig:
     @property
     def lookahead(self) -> int:
         """Number of positions past the committed length that a round may write: the drafter's 2J rows."""
-        return max(1, self.most_drafts + max(self.num_draft, 1))
+        return max(1, 2 * self.num_draft)
 
     @property
     def pages_per_seq(self) -> int:

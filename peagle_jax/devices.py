@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import dispatch
 from pallas_kernels.peer_gather.mailbox import COUNTERS
 from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
-from peagle_jax.method.ngram import History
 from peagle_jax.method.step import State, StepOutput, init_state
 from peagle_jax.models.cache import RingCache
 from peagle_jax.models.layers import Attention
@@ -31,39 +30,24 @@ _WHOLE = PartitionSpec()
 
 
 def first_devices(count: int) -> list[jax.Device]:
-    """The default device, or the first `count` devices of its platform: of each process equally many.
+    """The default device, or the first `count` devices of its platform.
 
     Raises:
-      ConfigError: there are fewer, or the processes cannot have equally many.
+      ConfigError: there are fewer.
     """
-    default, num_processes = dispatch.default_device(), jax.process_count()
+    default = dispatch.default_device()
     if count == 1:
         return [default]
-    if count % num_processes:
-        rule = f"{count} devices cannot be divided over {num_processes} hosts"
+    devices = jax.local_devices(backend=default.platform)
+    if len(devices) < count:
+        are = f"there {'is' if len(devices) == 1 else 'are'} {len(devices)} of {default.platform}"
+        rule = f"{count} devices are asked for, and {are}"
         raise ConfigError.of("tensor_parallel", rule)
-    devices: list[jax.Device] = []
-    for process in range(num_processes):
-        local = jax.local_devices(process, backend=default.platform)
-        if len(local) < count // num_processes:
-            held = f"there {'is' if len(local) == 1 else 'are'} {len(local)} of {default.platform}"
-            where = f" on host {process}" if num_processes > 1 else ""
-            rule = f"{count // num_processes} devices are asked for, and {held}{where}"
-            raise ConfigError.of("tensor_parallel", rule)
-        devices += local[: count // num_processes]
-    return devices
-
-
-def own_devices(count: int) -> list[jax.Device]:
-    """Those of `first_devices` that belong to this process."""
-    devices = first_devices(count)
-    if jax.process_count() == 1:
-        return devices
-    return [device for device in devices if device.process_index == jax.process_index()]
+    return devices[:count]
 
 
 class Devices:
-    """The first N devices, of several processes equally many.
+    """The first N devices.
 
     Args:
       count: N; 1 leaves everything as it is on the default device.
@@ -73,7 +57,7 @@ class Devices:
       mesh: devices to use instead, along `AXIS`: those of a topology, to compile for absent ones.
 
     Raises:
-      ConfigError: a process has too few devices, or they cannot access each other's memory and `peers` is set.
+      ConfigError: there are too few devices, or they cannot access each other's memory and `peers` is set.
     """
 
     def __init__(
@@ -102,6 +86,12 @@ class Devices:
         if self.peers:
             self._mailboxes = Mailboxes(self.mesh.devices)
 
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Devices":
+        """Those that an engine of this configuration runs on; raises as the class does."""
+        peers = None if config.gather == "auto" else config.gather == "peers"
+        return cls(config.tensor_parallel, check_replicas=config.check_replicas, peers=peers)
+
     def sharding(self, spec: PartitionSpec = _WHOLE) -> NamedSharding:
         """The sharding of arrays that are cut as `spec` says; without one: a copy on every device."""
         return NamedSharding(self.mesh, spec)
@@ -116,22 +106,7 @@ class Devices:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf.update(sharding=self.sharding())
-        if jax.process_count() == 1:
-            return jax.device_put(leaf, self.sharding())
-        # For devices of several processes `device_put` would compare the values by a collective.
-        copies = [jax.device_put(leaf, device) for _, device in self._own]
-        return jax.make_array_from_single_device_arrays(leaf.shape, self.sharding(), copies)
-
-    @property
-    def ranks(self) -> list[int]:
-        """Ranks of the devices of this process."""
-        return [0] if self.mesh is None else [rank for rank, _ in self._own]
-
-    @property
-    def _own(self) -> list[tuple[int, jax.Device]]:
-        """Rank and device of those that belong to this process."""
-        ranked = enumerate(self.mesh.devices)
-        return [(rank, one) for rank, one in ranked if one.process_index == jax.process_index()]
+        return jax.device_put(leaf, self.sharding())
 
     def placed(self, model: nnx.Module | None) -> nnx.Module | None:
         """The model with each device's share on that device, which may be the model itself.
@@ -181,7 +156,7 @@ class Devices:
         )
 
     def assembled(self, shape, dtype, cut: Cut, share: Callable[[int], np.ndarray] | None):
-        """The global array of an array [shape] that is cut, from `share(rank)` of each device of this process.
+        """The global array of an array [shape] that is cut, from `share(rank)` of each device.
 
         None in its place makes its shape only.
         """
@@ -190,7 +165,9 @@ class Devices:
         sharding = self.sharding(PartitionSpec(*[None] * cut.axis, AXIS))
         if share is None:
             return jax.ShapeDtypeStruct(tuple(wide), dtype, sharding=sharding)
-        shares = [jax.device_put(share(rank), device) for rank, device in self._own]
+        shares = [
+            jax.device_put(share(rank), device) for rank, device in enumerate(self.mesh.devices)
+        ]
         return jax.make_array_from_single_device_arrays(tuple(wide), sharding, shares)
 
     def init_state(
@@ -348,13 +325,10 @@ def _copies(state: State) -> State:
 
 
 def state_specs(state: State) -> State:
-    """Partition specs of `step.State`: caches by heads, draft probabilities by vocabulary, the rest whole. The tokens of
-    n-gram drafts lie in front of the drafter's caches."""
+    """Partition specs of `step.State`: caches by heads, draft probabilities by vocabulary, the rest whole."""
     specs = jax.tree.map(lambda _: _WHOLE, state)
 
     def cache(layer):
-        if isinstance(layer, History):
-            return jax.tree.map(lambda _: _WHOLE, layer)
         axes = [None] * (3 if isinstance(layer, RingCache) else 2)
         return type(layer)(*[PartitionSpec(*axes, AXIS)] * 2)
 

@@ -2,8 +2,14 @@
 
 from collections.abc import Callable
 
-from peagle_jax.draft_schedule import check_drafts
 from peagle_jax.errors import ConfigError
+from peagle_jax.removed import check_choice
+
+ADAPTIVE = ("off", "load")
+"""Choice of K at run time: none, or by load (`engine.host.k_by_load`)."""
+
+ACTIVATIONS = ("bf16", "fp8")
+"""How products with fp8 weights read activations: as they are, or quantised."""
 
 Rule = tuple[Callable[[object], bool], str]
 
@@ -16,10 +22,6 @@ _RULES: tuple[Rule, ...] = (
         lambda config: config.verify_method == "block" and config.draft_sampling == "argmax",
         "verify_method block needs sampled drafts: set draft_sampling to sample. Argmax drafts are accepted "
         "alike by both methods",
-    ),
-    (
-        lambda config: config.repeat > 1 and config.ngram,
-        "rounds_per_call above 1 excludes ngram",
     ),
     (
         lambda config: (
@@ -44,16 +46,13 @@ _RULES: tuple[Rule, ...] = (
         lambda config: config.check_replicas and config.tensor_parallel == 1,
         "check_replicas compares devices: set tensor_parallel above 1",
     ),
-    (
-        lambda config: config.activations == "mxfp8" and config.tensor_parallel > 1,
-        "activations=mxfp8 is for one device: leave it out, or tensor_parallel",
-    ),
 )
 
 
 def check_options(config) -> None:
     """Raises `ConfigError` for the first rule that an `EngineConfig` breaks."""
-    check_drafts(config)
+    check_choice("adaptive", config.adaptive, ADAPTIVE)
+    check_choice("activations", config.activations, ACTIVATIONS)
     for is_broken, message in _RULES:
         if is_broken(config):
             raise ConfigError(message)

@@ -83,12 +83,12 @@ def _run(
         print(f"peagle-serve: warning: {warning}", file=sys.stderr)
     name = DEFAULT if make_engine is None else function_name(make_engine)
     begin = Begin(settings, name, os.environ.get("XDG_CACHE_HOME"))
-    if settings.host_index or settings.compile_only:
+    if settings.compile_only:
         children.end(0.0)
         output.flush()
-        from serving.engine_process import compile_only, follow_host
+        from serving.engine_process import compile_only
 
-        return compile_only(begin) if settings.compile_only else follow_host(begin)
+        return compile_only(begin)
     children.begin(begin)
     from serving.app import serve
 

@@ -1,11 +1,6 @@
 """Bearer tokens: reads them from a file, and finds the one that a call carries."""
 
-import contextlib
 import hmac
-import os
-import secrets
-import stat
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -49,32 +44,6 @@ class TokenFile(Sequence[bytes]):
         if not tokens:
             raise ConfigError(f"{self._path}: holds no bearer token; write one a line")
         return tokens
-
-
-def own_token(path: Path) -> tuple[bytes]:
-    """The token of a file that only this user can read, which is made if it is missing.
-
-    Processes that start together get one token.
-
-    Raises:
-      ConfigError: another user owns the file or can read it, or it cannot be made or read.
-    """
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        number, part = tempfile.mkstemp(dir=path.parent)  # with mode 0600
-        with open(number, "w", encoding="ascii") as file:
-            file.write(f"{secrets.token_hex(32)}\n")
-        try:
-            with contextlib.suppress(FileExistsError):
-                os.link(part, path)  # whole, and never over that of another process
-        finally:
-            os.unlink(part)
-        status = path.lstat()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot make the token of the hosts ({error})") from error
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ConfigError(f"{path}: must be a file that only this user can read (chmod 600)")
-    return tuple(TokenFile(path))
 
 
 def token_of(headers: Sequence[str | bytes], tokens: Sequence[bytes]) -> bytes | None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _GRACE = 1.0
-"""Seconds after its round, or after the last message to other hosts, in which the engine's process ends."""
+"""Seconds after its round in which the engine's process ends."""
 
 DEFAULT = "serving.engines", "make_engine"
 """Module and name of the function that makes the engine of model folders."""
@@ -116,7 +116,7 @@ class Children:
 
         Args:
           timeout: seconds for its round.
-          code: the exit code of the service, for other hosts.
+          code: the exit code of the service.
           send: sends a message to it.
 
         Returns:

@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -19,26 +18,15 @@ from peagle_jax.config import ConfigError
 from serving.children import DEFAULT, Begin
 from serving.family import end_orphan, follow_parent
 from serving.heap import pause_collector, settle_heap
-from serving.hosts import FAILED, LOST
 from serving.hub import Hub
 from serving.logs import configure
-from serving.messages import Death
 from serving.settings import Settings
 from serving.worker import EngineWorker, ProgressLog
 
 if TYPE_CHECKING:
     from peagle_jax import Engine
-    from serving.rpc.leader import Leader
 
 _MOST_SERVERS = 253  # sockets that one message can carry
-
-
-def follow_host(begin: Begin) -> None:
-    """Repeats the calls of host 0 until the process ends; it does not return. Raises as `several_hosts.follow` does."""
-    from serving.rpc.several_hosts import follow
-
-    _prepare(begin)
-    follow(begin.settings, _maker(begin))
 
 
 def compile_only(begin: Begin) -> int:
@@ -91,8 +79,7 @@ class _Process:
     """The engine's process, from its first message to its end."""
 
     def __init__(self, connections: Sequence[socket.socket]):
-        self._leader: Leader | None = None
-        self._hub = Hub(connections, on_lost=self._end_as_orphan)
+        self._hub = Hub(connections, on_lost=lambda: end_orphan("the engine's process"))
 
     def run(self) -> int:
         """Serves until the first process ends it; returns the exit code."""
@@ -108,9 +95,6 @@ class _Process:
             return 2
         _, timeout, code = self._hub.orders.get()
         worker.stop(timeout)
-        if self._leader is not None:
-            others = LOST if code == FAILED else 0
-            self._leader.end(code, "the service has ended", others=others)
         # Without the interpreter's own end: it aborts while a thread compiles, waits for a device, or belongs to a
         # library that unloads, and the memory of a device takes it seconds.
         logging.shutdown()
@@ -119,48 +103,12 @@ class _Process:
 
     def _start(self, begin: Begin) -> EngineWorker:
         _prepare(begin)
-        make_engine = _maker(begin)
-        if begin.settings.num_hosts > 1:
-            return self._lead(begin.settings, make_engine)
-        engine = make_engine(begin.settings)
+        engine = _maker(begin)(begin.settings)
         worker = EngineWorker(
             engine, waits_for_all=waits_for_all(begin.settings), before_ready=settle_heap
         )
         self._hub.describe(worker)
         return worker
-
-    def _lead(
-        self, settings: Settings, make_engine: "Callable[[Settings], Engine]"
-    ) -> EngineWorker:
-        """The worker of an engine whose calls other hosts repeat."""
-        from serving.rpc.several_hosts import (
-            failures_end_all,
-            lead,
-        )  # gRPC, which one host does not need
-
-        self._leader = leader = lead(settings, _say)
-        with failures_end_all(leader):
-            engine = make_engine(settings)
-            engine.programs.on_call = leader.send
-            worker = EngineWorker(
-                engine,
-                waits_for_all=waits_for_all(settings),
-                before_ready=settle_heap,
-                before_death=leader.wait_for_blame,
-            )
-            leader.watch_rounds(lambda: worker.busy_seconds)
-            self._hub.describe(worker, self._end_hosts)
-            # Not before: the first process waits for the description, and a host may have asked for the end already.
-            leader.call_on_stop(partial(self._hub.send, ("stop",), to=0))
-        return worker
-
-    def _end_hosts(self, death: Death) -> None:
-        self._leader.end(FAILED, "the engine failed, see above")
-
-    def _end_as_orphan(self) -> None:
-        if self._leader is not None:
-            self._leader.end(FAILED, "the first process of host 0 has ended")
-        end_orphan("the engine's process")
 
 
 def main() -> int:

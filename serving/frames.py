@@ -13,11 +13,11 @@ from dataclasses import fields
 from operator import attrgetter
 
 from peagle_jax.engine.host.request import Round
-from peagle_jax.engine.host.stats import Acceptance, NgramCounts
+from peagle_jax.engine.host.stats import Acceptance
 from serving.messages import Event, Load, Refused, Tokens
 
 _HEAD = struct.Struct("<I")
-_COUNTS = {"acceptance": Acceptance, "ngram": NgramCounts}
+_COUNTS = {"acceptance": Acceptance}
 _names_of = lambda kind: [one.name for one in fields(kind)]
 _PLAIN = [name for name in _names_of(Load) if name not in _COUNTS]
 _plain = attrgetter(*_PLAIN)

@@ -25,7 +25,7 @@ from dataclasses import replace
 from peagle_jax.config import ConfigError
 from serving.constraint_memory import ConstraintsFull
 from serving.frames import Channel, ClosedError, encode, packed, packed_load
-from serving.messages import Checked, Death, Event, IdIsTaken, Job, Listener, Name, Refused
+from serving.messages import Checked, Event, IdIsTaken, Job, Listener, Name, Refused
 from serving.worker import EngineWorker
 
 _log = logging.getLogger(__name__)
@@ -130,14 +130,8 @@ class Hub:
         for peer in self._peers if to is None else [self._peers[to]]:
             peer.send(frame)
 
-    def describe(
-        self, worker: EngineWorker, after_death: Callable[[Death], None] = lambda death: None
-    ) -> None:
-        """Tells all processes what the engine is, which then submit jobs to its worker, and starts the worker.
-
-        Args:
-          after_death: called once all processes have been told that the engine is dead.
-        """
+    def describe(self, worker: EngineWorker) -> None:
+        """Tells all processes what the engine is, which then submit jobs to its worker, and starts the worker."""
         self._worker = worker
         of = worker.description
         folder = None if of.tokenizer is None else of.tokenizer.folder
@@ -145,14 +139,10 @@ class Hub:
         self.send(("described", parts, packed_load(worker.load)))
         ignored = lambda *_: None
 
-        def die(death: Death) -> None:
-            self.send(("dead", death))
-            after_death(death)
-
         listener = Listener(
             deliver=self._deliver,
             on_ready=lambda: self.send(("ready",)),
-            on_death=die,
+            on_death=lambda death: self.send(("dead", death)),
             abort=ignored,
             snapshot=ignored,
         )

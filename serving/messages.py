@@ -8,7 +8,7 @@ from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.engine.host.pages import Salt
 from peagle_jax.engine.host.request import PromptLogprob, Request, Round, TokenLogprob
 from peagle_jax.engine.host.rules import check_request_of_model
-from peagle_jax.engine.host.stats import Acceptance, DeviceMemory, NgramCounts
+from peagle_jax.engine.host.stats import Acceptance, DeviceMemory
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text.tokenizer import Tokenizer
 
@@ -147,8 +147,6 @@ class Load:
     """Seconds of these rounds, each times its running sequences."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Counts of all rounds so far that had drafts."""
-    ngram: NgramCounts = field(default_factory=NgramCounts)
-    """Counts of the rounds so far that had n-gram drafts, those of the warm-up included."""
     num_draft: Mapping[int, int] = field(default_factory=dict)
     """K, drafts per round, by batch size."""
     num_draft_changes: int = 0

@@ -256,12 +256,6 @@ class _EngineCollector(Collector):
         yield self._counter(
             "peagle:spec_decode_num_emitted_tokens", "Tokens of rounds with drafts.", counts.emitted
         )
-        for name, what, count in (
-            ("rounds", "Rounds with n-gram drafts.", load.ngram.rounds),
-            ("drafts", "N-gram drafts verified.", load.ngram.drafted),
-            ("accepted", "N-gram drafts that became output.", load.ngram.accepted),
-        ):
-            yield self._counter(f"peagle:ngram_{name}", what, count)
         yield self._gauge("peagle:acceptance_length", "AL since the start.", counts.length)
         yield self._counter(
             "peagle:requests_not_finite",

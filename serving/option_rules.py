@@ -3,8 +3,6 @@
 import socket
 from typing import Any
 
-from peagle_jax import draft_schedule
-
 
 def check_combinations(settings: Any) -> None:
     """Raises ValueError if two options contradict each other, or this platform cannot do what one asks for.
@@ -22,9 +20,6 @@ def check_combinations(settings: Any) -> None:
         raise ValueError("compile_only puts programs on disk, and no_cache forbids that")
     if settings.drafter and settings.method == "none":
         raise ValueError("method none takes no drafter: leave one of the two out")
-    if settings.num_speculative_tokens_per_batch_size is not None:
-        schedule = draft_schedule.parse(settings.num_speculative_tokens_per_batch_size)
-        draft_schedule.check_most(schedule, settings.num_speculative_tokens)
     if settings.api_processes > 64:
         raise ValueError(f"api_processes={settings.api_processes} must be at most 64")
     if settings.api_processes > 1 and not hasattr(socket, "SO_REUSEPORT"):

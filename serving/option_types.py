@@ -1,16 +1,14 @@
 """Types of options: how their values are written, and the rule of each."""
 
 import ipaddress
-import json
 import math
 import re
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, ValidationError
 from pydantic_core import ErrorDetails, PydanticKnownError
 
-from peagle_jax import draft_schedule
 from peagle_jax.config import ConfigError
 
 
@@ -56,32 +54,6 @@ def _check_size(text: str) -> str:
     return text
 
 
-def _schedule_text(value: object) -> object:
-    # A YAML file may have the ranges as a list, with types that JSON does not have.
-    if not isinstance(value, list):
-        return value
-    try:
-        return json.dumps(draft_schedule.schedule_of(value))
-    except ConfigError as error:
-        raise ValueError(error.rule) from error
-
-
-def _check_adaptive(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return draft_schedule.adaptive_of(value)
-    except ConfigError as error:
-        raise ValueError(error.rule) from error
-
-
-def _check_schedule(text: str) -> str:
-    try:
-        return json.dumps(draft_schedule.parse(text))
-    except ConfigError as error:
-        raise ValueError(error.rule) from error
-
-
 def _check_origins(text: str) -> str:
     """Origins as browsers send them, joined by commas."""
     origins = [one.strip().lower() for one in text.split(",")]
@@ -93,8 +65,6 @@ def _check_origins(text: str) -> str:
 
 Text = Annotated[str, _rule("left out or given", bool)]
 Size = Annotated[Text, AfterValidator(_check_size)]
-Schedule = Annotated[str, BeforeValidator(_schedule_text), AfterValidator(_check_schedule)]
-Adaptive = Annotated[Literal["off", "load", None], BeforeValidator(_check_adaptive)]
 Url = Annotated[
     Text,
     _rule(
@@ -122,19 +92,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def address(text: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[address]:port". Port 0 is any free one.
-
-    Raises:
-      ValueError: it is neither.
-    """
-    host, _, port = text.rpartition(":")
-    # The port after it is taken too, see `rpc.several_hosts`.
-    if not host or not port.isdecimal() or int(port) > 65534:
-        raise ValueError(f"coordinator={text!r} is no address; write HOST:PORT")
-    return host.strip("[]"), int(port)
 
 
 def describe(error: ValidationError) -> str:

@@ -8,13 +8,10 @@ from typing import Literal, Self
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from peagle_jax import draft_schedule
 from peagle_jax.cli.model_folders import check_folders, check_head_is_given, local_folder
 from peagle_jax.config import ConfigError, EngineConfig
-from serving.hosts_rules import check_hosts, is_unencrypted
 from serving.option_rules import check_combinations
 from serving.option_types import (
-    Adaptive,
     Count,
     Int,
     Mebibytes,
@@ -22,7 +19,6 @@ from serving.option_types import (
     Origins,
     Port,
     PortOrNone,
-    Schedule,
     Seconds,
     Size,
     Text,
@@ -72,58 +68,21 @@ class Settings(BaseSettings):
     num_speculative_tokens: Int = _option(
         7, "most drafted tokens per round (K in the papers)", metavar="K"
     )
-    num_speculative_tokens_per_batch_size: Schedule | None = _option(
-        None,
-        "drafts per round by batch size, as [[1,8,7],[9,64,3]]: 7 up to 8 requests, 3 from 9 on; "
-        "0 decodes without drafts (default: num-speculative-tokens for all sizes)",
-        metavar="RANGES",
-    )
-    adaptive: Adaptive = _option(
+    adaptive: Literal["off", "load", None] = _option(
         None,
         "load: the server chooses the drafts per round by load and acceptance, at most "
-        "num-speculative-tokens; off: they are fixed "
-        "(default: load, off with num-speculative-tokens-per-batch-size)",
+        "num-speculative-tokens; off: they are fixed (default: load)",
     )
     selector: bool = _option(True, "let the head's selector, if any, choose drafts (default: on)")
     draft_sampling: Literal["argmax", "sample"] = _option(
         "argmax", "above temperature 0: draft the head's likeliest tokens, or draw them"
     )
     verify_method: Literal["token", "block"] = _option("token", "how sampled drafts are accepted")
-    ngram: Int = _option(0, "tokens of a match for n-gram drafts; 0: no such drafts", metavar="N")
     tensor_parallel: Count = _option(1, "devices that run every round together", metavar="N")
     gather: Literal["auto", "library", "peers"] = _option(
         "auto",
         "how they exchange small arrays: by kernels that store into the memory of their peers, or by the library's "
         "collectives; auto: peers on Hopper GPUs linked by NVLink",
-    )
-    num_hosts: Count = _option(1, "hosts that have equally many of these devices", metavar="N")
-    host_index: Int = _option(0, "number of this host: 0 serves, the others follow it", metavar="I")
-    coordinator: Text | None = _option(
-        None,
-        "where host 0 listens for the other hosts; port 0 picks a free one",
-        metavar="HOST:PORT",
-    )
-    hosts_token_file: Text | None = _option(
-        None,
-        "bearer token of the hosts; needed without hosts-tls-ca. On loopback one is made in the user's cache folder",
-        metavar="FILE",
-    )
-    hosts_tls_cert: Text | None = _option(
-        None, "certificate of this host for connections between hosts, PEM", metavar="FILE"
-    )
-    hosts_tls_key: Text | None = _option(None, "private key of it, PEM", metavar="FILE")
-    hosts_tls_ca: Text | None = _option(
-        None,
-        "authorities of the hosts' certificates, PEM; host 0 then verifies the others, and they host 0",
-        metavar="FILE",
-    )
-    hosts_seconds: MoreSeconds = _option(
-        120.0,
-        "time after which a silent host, or a round without a result, ends all hosts",
-        metavar="S",
-    )
-    hosts_start_seconds: MoreSeconds = _option(
-        1800.0, "time in which all hosts must have connected", metavar="S"
     )
     max_num_seqs: Int = _option(8, "most requests decoding at once", metavar="N")
     max_model_len: Int = _option(2048, "most tokens of prompt and output together", metavar="N")
@@ -146,9 +105,8 @@ class Settings(BaseSettings):
         False, "compile what prompt_logprobs of requests, and echo with logprobs, need"
     )
     kv_cache_dtype: Literal["auto", "fp8"] = _option("auto", "dtype of keys and values")
-    activations: Literal["bf16", "fp8", "mxfp8"] = _option(
-        "bf16",
-        "fp8: quantised for fp8 weights; mxfp8: quantised weights become mxfp8 too (B200, B300)",
+    activations: Literal["bf16", "fp8"] = _option(
+        "bf16", "how products with fp8 weights read activations; fp8 quantises them"
     )
     prefill_chunk: Int | None = _option(
         None, "prompt tokens per prefill row and call (default: 128, on GPUs 512)", metavar="N"
@@ -305,13 +263,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         check_combinations(self)
-        check_hosts(self)
         return self
-
-    @property
-    def devices_per_host(self) -> int:
-        """Devices of each host."""
-        return self.tensor_parallel // self.num_hosts
 
     @property
     def num_servers(self) -> int:
@@ -342,14 +294,7 @@ class Settings(BaseSettings):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about clients, or other hosts, that may connect without TLS or without authentication."""
-        if is_unencrypted(self):
-            text = "tokens and token ids pass between hosts unencrypted; give hosts-tls-cert, -key and -ca"
-            return [text, *self._client_warnings]
-        return self._client_warnings
-
-    @property
-    def _client_warnings(self) -> list[str]:
+        """Warnings about clients that may connect without TLS or without authentication."""
         if self.is_loopback:
             return []
         if self.auth_token_file and not self.tls_cert:
@@ -378,15 +323,12 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
     Raises:
       ConfigError: sizes that no engine can have.
     """
-    ranges = settings.num_speculative_tokens_per_batch_size
-    schedule = () if ranges is None else draft_schedule.parse(ranges)
     # None is the default of `EngineConfig`.
     given = {one.name: getattr(settings, one.name, None) for one in fields(EngineConfig)}
     same = {name: value for name, value in given.items() if value is not None}
     differing = dict(
         num_draft=settings.num_speculative_tokens,
-        draft_schedule=schedule,
-        adaptive=draft_schedule.adaptive_or_default(settings.adaptive, schedule, settings.ngram),
+        adaptive=settings.adaptive or "load",
         dtype=dtype,
     )
     return EngineConfig(**same | differing)

@@ -12,7 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import InitSettingsSource
 
-from peagle_jax.cli.command_line import Parser
+from peagle_jax import removed
+from peagle_jax.cli.command_line import Parser, add_removed
 from peagle_jax.config import ConfigError
 from serving.option_types import describe
 from serving.settings import Settings
@@ -65,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
             group = command_line.add_argument_group(_SECTIONS[name])
         short = ["-K"] if name == "num_speculative_tokens" else []
         group.add_argument(f"--{name.replace('_', '-')}", *short, **_argument(name, field))
+    add_removed(command_line, removed.OPTIONS)
     return command_line
 
 
@@ -130,7 +132,6 @@ def _merge(layers: Iterable[dict[str, object]]) -> Settings:
 
 _OF_DRAFTS: dict[str, tuple[object, ...]] = {
     "num_speculative_tokens": (),
-    "num_speculative_tokens_per_batch_size": (),
     "adaptive": ("off",),
     "draft_sampling": ("argmax",),
     "verify_method": ("token",),
@@ -232,6 +233,8 @@ def _reason(error: Exception) -> str:
 
 
 def _value_at(place: str, name: str, value: object) -> object:
+    if reason := removed.OPTIONS.get(name):
+        raise ConfigError(f"{place}: {name} is removed: {reason}")
     if name not in _FIELDS:
         raise ConfigError(f"{place}: there is no option {name!r}; peagle-serve --help lists them")
     try:
@@ -254,6 +257,8 @@ def _value(name: str, value: object) -> object:
     except ValidationError as error:
         if error.errors()[0]["type"] == "value_error":
             raise ConfigError(f"{name}={describe(error)}") from error
+        if reason := removed.why_not(name, value):
+            raise ConfigError(f"{name}={value!r} {reason}") from error
         if choices := _choices(name):
             wanted = f"one of {', '.join(choices)}"
         else:

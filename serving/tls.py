@@ -1,4 +1,4 @@
-"""TLS: the server's certificate and key, and the authorities of its clients; the same of a client.
+"""TLS: the server's certificate and key, and the authorities of its clients.
 
 A server reads the files again when they change, so certificates are rotated without a restart.
 """
@@ -19,17 +19,6 @@ class Pems:
     key: bytes | None
     ca: bytes | None
     context: ssl.SSLContext
-
-
-def client_pems(ca: str, cert: str | None = None, key: str | None = None) -> Pems:
-    """PEM files of a client that verifies its server: authorities, and its own certificate and key.
-
-    Raises:
-      ConfigError: as `Certificates`.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.set_alpn_protocols(["h2"])
-    return _read(context, cert, key, ca)
 
 
 class Certificates:

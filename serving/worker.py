@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from peagle_jax import ConfigError, Engine
 from peagle_jax.cli import runs
 from peagle_jax.engine.device.compilation import CompileError, Progress
-from peagle_jax.engine.device.device_calls import Key
 from peagle_jax.engine.device.memory import device_memory
+from peagle_jax.engine.device.program import Program
 from peagle_jax.engine.host.pages import Salt
 from peagle_jax.engine.host.request import Request
 from peagle_jax.engine.host.scheduler import QueueFull
@@ -110,7 +110,6 @@ class EngineWorker:
       waits_for_all: whether requests are served once all programs are loaded; else once the largest batch is
         compiled, and the others compile beside requests.
       before_ready: called in the engine's thread when it is warm, before requests can be served.
-      before_death: called in the engine's thread before the exception that killed the engine is logged.
     """
 
     def __init__(
@@ -119,9 +118,8 @@ class EngineWorker:
         *,
         waits_for_all: bool = False,
         before_ready: Callable[[], None] = lambda: None,
-        before_death: Callable[[], None] = lambda: None,
     ):
-        self._before_ready, self._before_death = before_ready, before_death
+        self._before_ready = before_ready
         self._engine, self._waits_for_all = engine, waits_for_all
         parts = engine.config, engine.target_config, engine.drafter_config, engine.tokenizer
         self.description = Description(*parts)
@@ -149,7 +147,7 @@ class EngineWorker:
 
     @property
     def batch_sizes_pending(self) -> int:
-        return len({key.size for key in self._engine.programs.missing if not isinstance(key, str)})
+        return len(self._engine.programs.sizes_missing)
 
     @property
     def device_memory(self) -> Mapping[int, DeviceMemory]:
@@ -235,7 +233,6 @@ class EngineWorker:
             while self._step():
                 pass
         except BaseException as error:
-            self._before_death()
             if isinstance(error, CompileError):
                 _log.error("%s", error)
             else:
@@ -274,9 +271,9 @@ class EngineWorker:
             _log.exception("a program cannot be compiled; rounds use those that are compiled")
         c_library_trim()  # compiling leaves up to a gigabyte of free memory in pieces
 
-    def _load(self, key: Key) -> None:
+    def _load(self, program: Program) -> None:
         """Loads a program that has just come onto disk."""
-        self._engine.load(key)
+        self._engine.load(program)
         self._mail.put(_TimeIdle())
 
     def _step(self) -> bool:
@@ -397,7 +394,6 @@ class EngineWorker:
             rounds=self._rounds,
             sequence_seconds=self._sequence_seconds,
             acceptance=scheduler.acceptance - self._before,
-            ngram=scheduler.counts.ngram,
             num_draft={
                 size: scheduler.num_draft_at(size) for size in scheduler.config.batch_buckets
             },

@@ -164,7 +164,7 @@ LONGEST = (
     "test_parallel_engine.py", "test_notebooks.py", "test_parallel_sampling.py",
     "test_structured.py", "test_mixed_features.py", "test_damage.py",
     "test_recipe.py", "test_losslessness.py", "test_families.py", "test_generate.py",
-    "test_moe_mosaic.py", "test_golden_families.py", "test_draft_schedule.py", "test_serve_process.py",
+    "test_moe_mosaic.py", "test_golden_families.py", "test_serve_process.py",
     "test_serve_load.py", "test_adaptive_rounds.py", "test_decode_step.py", "test_lossless.py",
     "test_prefix_caching.py", "test_not_finite.py", "test_sweeps.py", "test_golden_heads.py",
     "test_verify_attention_mosaic.py", "test_faults.py", "test_engine.py",

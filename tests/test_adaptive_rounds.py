@@ -1,28 +1,88 @@
-"""K chosen at run time by an engine on the device: the same texts and laws, and no compilation."""
+"""K chosen at run time by an engine on the device: texts stay the target's own while K changes between
+any two rounds, and nothing compiles."""
 
+import itertools
 import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from scipy import stats
 
 from bench.oracle import RandomTimes
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine.device import round_shapes, round_timer
+from peagle_jax.engine.device import round_shapes, round_timer, transfer
 from peagle_jax.engine.device.stored_times import StoredTimes
 from peagle_jax.engine.host import k_by_load
 from peagle_jax.engine.host.calls import DecodeCall, RoundShape
+from peagle_jax.engine.host.request import Request
 from peagle_jax.engine.host.round_times import RoundTimes
-from tests import tiny
-from tests.test_draft_schedule import (
-    TINY_TEXTS,
-    WalkConfig,
-    check_sampled_law,
-    check_walks,
-    oracle,
-    walk_config,
-)
-from tests.test_families import LENGTH, naive, prompts, target
+from peagle_jax.method.drafter import Proposal
+from peagle_jax.method.plan import DecodePlan, PrefillPlan
+from peagle_jax.method.sampling import draft_keys, sample_rows
+from tests import programs, tiny
+from tests.programs import OneBucketConfig
+from tests.test_families import LENGTH, MAX_TOKENS, naive, prompts, target
+from tests.test_losslessness import OracleDrafter
+from tests.tiny import causal_attention
 
 DRAFTS = (0, 2, 4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    with programs.shared(controls=False):
+        yield
+
+
+def only(engine: Engine, num_draft: int) -> None:
+    """The next round has this K."""
+    engine.scheduler.rounds = {engine.config.max_num_seqs: (num_draft,)}
+
+
+def walk(
+    engine: Engine, rng: random.Random, step: Callable[[Engine, random.Random], int]
+) -> tuple[list[Request], set[tuple[int, int]]]:
+    """Requests of mixed lengths that come, end and are aborted while K changes in every round.
+
+    `step` runs a step of the engine and returns the K of its round.
+
+    Returns the requests, whose ids are (prompt, number), and the pairs of K that followed each other.
+    """
+    texts, most = prompts(), engine.config.num_draft
+    todo = [(i % len(texts), i) for i in range(2 * len(texts))]
+    requests: list[Request] = []
+    pairs, before, limit = set(), None, 2000
+    while todo or engine.has_work:
+        limit -= 1
+        assert limit > 0, "no progress"
+        while todo and rng.random() < 0.5:
+            prompt, number = todo.pop()
+            params = SamplingParams(
+                max_tokens=rng.choice([MAX_TOKENS, rng.randint(1, MAX_TOKENS)]),
+                num_speculative_tokens=rng.choice([None, None, None, 0, 1, most]),
+            )
+            request = engine.add_request(texts[prompt], params, request_id=(prompt, number))
+            requests.append(request)
+        num_draft = step(engine, rng)
+        pairs.add((before, num_draft))
+        before = num_draft
+        if rng.random() < 0.04 and requests:
+            engine.abort(rng.choice(requests))
+        engine.scheduler.check_integrity()
+    assert engine.scheduler.pool.num_free == engine.config.total_pages - 1
+    return requests, pairs
+
+
+def oracle(family: str, num_draft: int) -> OracleDrafter:
+    """Proposes what the target says."""
+    table = np.zeros((len(prompts()), 2 * LENGTH), np.int32)
+    for row, prompt, output in zip(table, prompts(), naive(family), strict=True):
+        row[: len(prompt) + len(output)] = prompt + output
+    return OracleDrafter(jnp.asarray(table), jnp.asarray(0), num_draft)
 
 
 class GivenTimes(RandomTimes):
@@ -53,16 +113,23 @@ def step(engine: Engine, rng: random.Random) -> int | None:
     return next((c.num_draft for c, _ in engine._in_flight if isinstance(c, DecodeCall)), None)
 
 
-@pytest.mark.sampled(0, slow=1)
+@pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize(
-    ("family", "method"), [("llama", "oracle"), ("gpt_oss", "peagle"), ("mistral", "eagle3")]
+    ("family", "method"),
+    [("llama", "oracle"), *zip(tiny.FAMILIES, itertools.cycle(("peagle", "eagle3")))],
 )
 def test_output_is_unchanged_by_any_choice_of_k(family, method, three_k, num_cases):
-    config = walk_config(
-        4, [4], 6, num_pages=50, max_model_len=LENGTH, page_size=4, prefill_chunk=16,
+    config = OneBucketConfig(
+        num_draft=4,
+        adaptive="load",
+        max_num_seqs=6,
+        num_pages=50,
+        max_model_len=LENGTH,
+        page_size=4,
+        prefill_chunk=16,
         prefill_rows=2,
-    )  # fmt: skip
-    config = without_schedule(config)
+    )
+    # Random heads are hardly ever right.
     head = None if method == "oracle" else tiny.head(method)
     drafter = oracle(family, 4) if method == "oracle" else None
     engine = Engine(target(family), head, config, drafter=drafter, times=RandomTimes())
@@ -70,11 +137,189 @@ def test_output_is_unchanged_by_any_choice_of_k(family, method, three_k, num_cas
     assert engine.programs.rounds == engine.scheduler.rounds == {6: DRAFTS}
     check_walks(engine, family, step, num_cases("walks over a K chosen at run time", 3))
     assert engine.policy.num_changes > 50
+    counts = engine.scheduler.acceptance
+    assert counts.accepted > 0.3 * counts.drafted if method == "oracle" else counts.drafted > 0
 
 
-def without_schedule(config: WalkConfig) -> WalkConfig:
-    fields = {name: getattr(config, name) for name in type(config).__dataclass_fields__}
-    return WalkConfig(**(fields | dict(draft_schedule=(), adaptive="load")))
+def check_texts(requests: list[Request], family: str) -> None:
+    """Fails unless each request of a walk has the text of plain decoding, up to its end or abort."""
+    for request in requests:
+        text = naive(family)[request.id[0]]
+        if request.finish_reason != "abort":
+            text = text[: request.params.max_tokens]
+            assert request.output == text
+        assert request.output == text[: len(request.output)]
+        assert request.accepted <= request.drafted <= request.rounds * request.num_draft
+
+
+def check_walks(
+    engine: Engine, family: str, step: Callable[[Engine, random.Random], int], count: int
+) -> None:
+    """Runs `count` walks over K = 0, 2 and 4; fails unless all texts are those of plain decoding."""
+    num_programs, pairs = engine.programs.num_compiled, set()
+    assert num_programs == engine.num_programs
+    for seed in range(count):
+        requests, some = walk(engine, random.Random(seed), step)
+        pairs |= some
+        check_texts(requests, family)
+    assert {(a, b) for a in (0, 2, 4) for b in (0, 2, 4)} <= pairs
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.programs.num_compiled == num_programs
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class UniformDrafter:
+    """Draws every draft from the uniform distribution: drafts for one position of a text are equal."""
+
+    num_draft: int = field(metadata=dict(static=True))
+
+    def propose(self, target, inputs, cache):
+        positions = (inputs.start + inputs.num_real)[:, None] + 1 + jnp.arange(self.num_draft)
+        q = jnp.full((*positions.shape, target.config.vocab_size), 1 / target.config.vocab_size)
+        keys = draft_keys(inputs.keys, positions, jnp.zeros_like(inputs.start))
+        return Proposal(sample_rows(q, keys), q), cache
+
+    def absorb(self, target, inputs, cache):
+        return cache
+
+
+def check_law(observed: np.ndarray, expected: np.ndarray) -> None:
+    """Chi-square test; rare outcomes are pooled, as the approximation needs."""
+    common = expected * observed.sum() >= 5
+    f_obs = np.append(observed[common], observed[~common].sum())
+    f_exp = np.append(expected[common], expected[~common].sum()) * observed.sum()
+    some = f_exp > 1e-6
+    f_exp = f_exp[some] * f_obs.sum() / f_exp[some].sum()
+    assert stats.chisquare(f_obs[some], f_exp).pvalue > 1e-3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("method", "draft_sampling"),
+    [
+        ("uniform", "sample"),
+        ("peagle", "argmax"),
+        ("peagle", "sample"),
+        ("eagle3", "argmax"),
+        ("eagle3", "sample"),
+    ],
+)
+def test_sampled_output_has_the_targets_law_while_k_changes(
+    method, draft_sampling, monkeypatch, num_cases
+):
+    """Joint law of four tokens, vocabulary 4, against exact probabilities, as in test_losslessness.
+
+    A round of K = 2 after one of K = 1 finds a second draft of an older round in the state. It was drawn
+    with the random key of its position, and so was the first draft of the round between if that round
+    emitted one token. With `UniformDrafter` the two are equal: a text that takes both repeats tokens more
+    often than the target does, which the law of the last two tokens shows.
+    """
+    monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: (0, 1, 2))
+    config = law_config(draft_sampling)
+    count = num_cases("sampled texts under changing K", 6000, least=6000)
+    # K = 1, 2, 1, 2, 0; for UniformDrafter 1, 2: half of the texts begin with what it is to find.
+    drafts = itertools.cycle((1, 2) if method == "uniform" else (1, 2, 1, 2, 0))
+
+    def step(engine: Engine) -> None:
+        only(engine, next(drafts))
+        engine.step()
+
+    check_sampled_law(method, config, step, count, times=RandomTimes())
+
+
+def law_config(draft_sampling: str) -> OneBucketConfig:
+    """Short texts under a choice of K, many at once."""
+    return OneBucketConfig(
+        num_draft=2,
+        adaptive="load",
+        draft_sampling=draft_sampling,
+        max_num_seqs=64,
+        max_model_len=16,
+        page_size=4,
+        prefill_chunk=8,
+        prefill_rows=16,
+        max_logprobs=0,
+        max_waiting=10**6,
+    )
+
+
+def check_sampled_law(
+    method: str, config: EngineConfig, step: Callable[[Engine], None], count: int, **options
+) -> Engine:
+    """Fails unless `count` texts of four tokens have the joint law of the target, vocabulary 4.
+
+    Args:
+      method: of the head, or "uniform" for `UniformDrafter`.
+      step: runs a step of the engine.
+      options: of the engine.
+    """
+    small, prompt, V, T = dict(vocab_size=4), [2, 3, 3, 0, 1], 4, 4
+    temperature = 1.0 if method == "uniform" else 4.0  # so that many uniform drafts are rejected
+    model = tiny.target(seed=3, **small)
+    heads = [tiny.head(method, seed=5, draft_vocab_size=V, **small)] if method != "uniform" else []
+    drafter = None if heads else UniformDrafter(2)
+    engine = Engine(model, *heads or [None], config, drafter=drafter, **options)
+    engine.warm_up()
+    params = SamplingParams(max_tokens=T, temperature=temperature)  # the number is the seed
+    requests = [engine.add_request(prompt, params) for _ in range(count)]
+    while engine.has_work:
+        step(engine)
+    assert 0.1 < engine.scheduler.acceptance.rates[0] < 0.95
+
+    texts = np.stack(np.meshgrid(*[np.arange(V)] * T, indexing="ij"), -1).reshape(-1, T)
+    rows = np.concatenate([np.tile(prompt, (len(texts), 1)), texts[:, :-1]], axis=1)
+    positions = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
+    hidden, _, _ = model(rows, positions, [None] * 3, causal_attention)
+    p = np.asarray(jax.nn.softmax(model.unembed(hidden) / temperature, axis=-1), np.float64)
+    places = len(prompt) - 1 + np.arange(T)
+    expected = np.prod(p[np.arange(len(texts))[:, None], places, texts], axis=1)
+    observed = np.zeros(len(texts))
+    np.add.at(observed, [np.ravel_multi_index(r.output, [V] * T) for r in requests], 1)
+    check_law(observed, expected)
+    pairs = [x.reshape(V ** (T - 2), V**2).sum(axis=0) for x in (observed, expected)]
+    check_law(*pairs)
+    return engine
+
+
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize("own", [1, 3])
+def test_every_call_makes_the_drafts_that_the_engine_counts(own):
+    """A drafter made for another K: each draft that the target verifies is a fresh one, and right."""
+    config = OneBucketConfig(num_draft=2, max_num_seqs=2, max_model_len=LENGTH)
+    engine = Engine(target("llama"), None, config, drafter=oracle("llama", own))
+    params = [SamplingParams(max_tokens=1 + 3 * 3), SamplingParams(max_tokens=1 + 3 * 2)]
+    done = engine.generate(prompts()[:2], params)
+    assert [(c.rounds, c.drafted, c.accepted) for c in done] == [(3, 6, 6), (2, 4, 4)]
+
+
+def one_page_config(rows: int) -> OneBucketConfig:
+    """All positions are in one page, so the plans of all rounds are equal."""
+    return OneBucketConfig(
+        num_draft=4,
+        adaptive="load",
+        max_num_seqs=rows,
+        max_model_len=LENGTH,
+        page_size=LENGTH,
+        prefill_chunk=LENGTH,
+    )
+
+
+def test_a_plan_is_uploaded_only_when_it_changes(three_k, monkeypatch):
+    """Whatever made the drafts: prefill makes four, rounds of K = 2 two."""
+    times = RandomTimes()
+    engine = Engine(
+        target("llama"), None, one_page_config(1), drafter=oracle("llama", 4), times=times
+    )
+    engine.warm_up()
+    only(engine, 2)
+    uploaded = []
+    upload = transfer._unpack_into
+    watch = lambda plan, packed: uploaded.append(type(plan)) or upload(plan, packed)
+    monkeypatch.setattr(transfer, "_unpack_into", watch)
+    (done,) = engine.generate(prompts()[:1], SamplingParams(max_tokens=1 + 3 * 5))
+    assert done.rounds == 5
+    assert uploaded == [PrefillPlan, DecodePlan]
 
 
 @pytest.mark.sampled(0, slow=0)
@@ -88,17 +333,15 @@ def test_sampled_output_has_the_targets_law_under_any_choice_of_k(
     monkeypatch.setattr(k_by_load.LoadPolicy, "decide_every", 1)
     monkeypatch.setattr(k_by_load, "_LEAST_VERIFIED", 1)
     monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: (0, 1, 2))
-    config = without_schedule(walk_config(2, [2], 64, draft_sampling=draft_sampling, **TINY_TEXTS))
+    config = law_config(draft_sampling)
     count = num_cases("sampled texts under a K chosen at run time", 6000, least=6000)
     engine = check_sampled_law(method, config, Engine.step, count, times=RandomTimes())
     assert engine.policy.num_changes > 20
 
 
-def make_engine(times: RoundTimes | None) -> Engine:
-    config = walk_config(4, [4], 2, max_model_len=LENGTH, page_size=LENGTH, prefill_chunk=LENGTH)
-    return Engine(
-        target("llama"), None, without_schedule(config), drafter=oracle("llama", 4), times=times
-    )
+def make_engine(times: RoundTimes | None, **changes) -> Engine:
+    config = replace(one_page_config(2), **changes)
+    return Engine(target("llama"), None, config, drafter=oracle("llama", 4), times=times)
 
 
 @pytest.mark.slow
@@ -148,7 +391,7 @@ def test_nothing_compiles_after_warm_up_and_a_start_takes_only_the_first_program
     three_k, monkeypatch
 ):
     monkeypatch.setattr(StoredTimes, "load", lambda self: {})  # of an earlier run of this test
-    engine = make_engine(None)
+    engine = make_engine(None, max_logprobs=1)  # no other test compiles for it
     assert engine.num_programs == 5
     engine.warm_up(sizes=engine.config.batch_buckets)
     assert engine.programs.num_compiled == 3

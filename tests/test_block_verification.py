@@ -147,7 +147,7 @@ def test_blocks_of_argmax_drafts_are_refused():
 
 
 def test_a_block_without_drafts_is_a_token_of_the_target():
-    """Rounds with K = 0 are those of adaptive K, of schedules and of n-grams without a head."""
+    """Rounds with K = 0 are those of adaptive K."""
     p = jnp.asarray(np.random.default_rng(0).dirichlet(np.ones(V), size=(2, 1)), jnp.float32)
     none = jnp.zeros((2, 0), jnp.int32)
     law, *_ = block_law(p, none, jnp.zeros((2, 0, V)), jnp.zeros(2, jnp.int32))

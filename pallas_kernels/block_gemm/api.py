@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, formats, mxfp8
+from pallas_kernels import dispatch, formats
 from pallas_kernels.activations import (
     Activations,
     are_quantized,
@@ -19,11 +19,9 @@ from pallas_kernels.quantize.api import quantize
 
 CHIPS = (90, 100, 120)
 """Generations (`Device.sm`) with a kernel."""
-MXFP8_CHIPS = (100,)
-"""Generations whose tensor cores multiply mxfp8 operands."""
 TILES_CHIPS = (90,)
 """Generations whose products read fp8 weights in tiles (`pallas_kernels.fp8_tiles`)."""
-CHIPS_OF = {"mxfp8": MXFP8_CHIPS, "fp8_tiles": TILES_CHIPS}
+CHIPS_OF = {"fp8_tiles": TILES_CHIPS}
 """Generations with a kernel for weights of a kind, where they are not all."""
 
 
@@ -42,7 +40,7 @@ def linear(
 
     Args:
       x: [..., K] activations.
-      weight: [N, K], or the values of a quantised weight (`pallas_kernels.formats`): fp8 and mxfp8
+      weight: [N, K], or the values of a quantised weight (`pallas_kernels.formats`): fp8
         [N, K], mxfp4 [N, K / 2]. The product is computed in `x.dtype`, which is float16 for fp8
         weights in tiles where `row_dtype` says so.
       scale: scale of a quantised weight; None for a plain one.
@@ -50,8 +48,7 @@ def linear(
       out_dtype: dtype of the result, default `result_dtype(x.dtype)`; float32 returns the unrounded
         accumulator.
       activations: "fp8" quantises x for an fp8 weight (`pallas_kernels.activations`); its products
-        are then of e4m3. Other weights are multiplied as with "bf16", but that rows of mxfp8
-        weights are always quantised as these are.
+        are then of e4m3. Other weights are multiplied as with "bf16".
       config: `TuningConfig` of the kernel, for benchmarks; by default chosen from the shapes.
     Returns:
       [..., N].
@@ -62,12 +59,11 @@ def linear(
     if len(shape) != 2:
         raise ValueError(f"a linear layer's weight has two axes: {weight.shape=}")
     N, K = shape
-    if not formats.takes(weight, scale, x.shape[-1]):
+    if x.shape[-1] != K:
         raise ValueError(f"inner widths differ: {x.shape=} weight [{N}, {K}]")
     if bias is not None and bias.shape != (N,):
         raise ValueError(f"{bias.shape=} must be ({N},), the rows of the weight")
     out_dtype = jnp.dtype(out_dtype or result_dtype(x.dtype))
-    x = mxfp8.widened(x, K)
     round_rows = rounding(activations, weight, scale)
     launch = _launch(x, weight, scale, implementation)
     if launch is None:
@@ -94,7 +90,6 @@ def partial_products(
     Returns:
       float32 [S, ..., N]; S depends on the shapes, and is 1 for the reference.
     """
-    x = mxfp8.widened(x, formats.logical_shape(weight, scale)[-1])
     round_rows = rounding(activations, weight, scale)
     launch = _launch(x, weight, scale, implementation)
     if launch is None:
@@ -132,12 +127,9 @@ def _kernel(
     x = whole_tiles(x)
     if quantized:
         x, x_scale = quantize(x, launch)
-    kind = formats.kind(weight, scale)
     if config is None:
         choose = mosaic_gpu.TuningConfig.choose
         N = formats.logical_shape(weight, scale)[0]
-        config = choose(x.shape[0], N, K, launch.device, kind, x.dtype)
-    if kind == "mxfp8":
-        x, x_scale = mxfp8.operand(x, config.tokens)
+        config = choose(x.shape[0], N, K, launch.device, formats.kind(weight, scale), x.dtype)
     parts = mosaic_gpu.product(x, weight, scale, config, launch, x_scale)
     return parts[:, :R].reshape(parts.shape[0], *rows, -1)

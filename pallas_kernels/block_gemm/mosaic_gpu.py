@@ -26,7 +26,7 @@ from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.pipeline import make_pipeline, warpgroup_index
 from pallas_kernels.weight_tiles.codecs import STEP
-from pallas_kernels.weight_tiles.format import Format, as_e8m0, fetch_scales, fetch_tile
+from pallas_kernels.weight_tiles.format import Format, fetch_scales, fetch_tile
 from pallas_kernels.weight_tiles.mma import Operands
 from pallas_kernels.weight_tiles.warpgroups import launch_options, tile_rows, warpgroup_part
 
@@ -128,7 +128,6 @@ class _Unit(NamedTuple):
     `offset` + i is the step along K of step i of all units of the block.
     """
 
-    row_tile: jax.Array
     first_row: jax.Array  # of this warpgroup's tile, to read and to store; see `tile_rows`
     out_row: jax.Array
     token_tile: jax.Array
@@ -155,12 +154,9 @@ def product(
     scale: jax.Array | None,  # see formats.kernel_refusal
     config: TuningConfig,
     launch: Launch,
-    x_scale: jax.Array | None = None,  # float32 [K / 128, R'], R' >= R a multiple of 4, or mxfp8
+    x_scale: jax.Array | None = None,  # float32 [K / 128, R'], R' >= R a multiple of 4
 ) -> jax.Array:
-    """Partial sums float32 [S, R, N], to be added in ascending order; S is 1 or `config.chunks`.
-
-    The scales of mxfp8 rows are uint8 [ceil(R / tokens), ceil(K / 128), 32, 16] (`mxfp8.pack`).
-    """
+    """Partial sums float32 [S, R, N], to be added in ascending order; S is 1 or `config.chunks`."""
     R, K = x.shape
     N = formats.logical_shape(values, scale)[0]
     form = Format.of(values, scale, launch.device, x.dtype)
@@ -196,7 +192,6 @@ def product(
         x_scale_smem=None,  # e4m3 x: [stages, tokens or more] float32
         scale_smem=None,  # mxfp4: [groups, rows * K / 32] uint8
         scales_ready_barrier=None,
-        w_scale_smem=None,  # mxfp8: [stages, 1, 1, 1, 32, 16] e8m0, x's [stages, 1, 1, 32, 16]
         **scratch,  # of the MMA
     ):
         *scale_refs, out_gmem = refs
@@ -216,7 +211,7 @@ def product(
             else:
                 row, token, split = map(lax.axis_index, ("row", "token", "split"))
             offset = (split - n) * num_steps
-            return _Unit(row, *tile_rows(form.rows, groups, row, N), token, split, offset)
+            return _Unit(*tile_rows(form.rows, groups, row, N), token, split, offset)
 
         def ring_of(n, one: _Unit):
             """(ring, `at`, `block_scale`) for the steps of the n-th unit and those loaded ahead.
@@ -237,12 +232,9 @@ def product(
                 return of, step, jnp.minimum(step, pl.cdiv(K, BLOCK) - 1)
 
             def fetch_weights(i, place):
-                of, step, group = at(i)
+                of, step, _ = at(i)
                 tile_smem, barrier = w_smem.at[place, 0], ready_barrier.at[place]
                 form.fetch_weight(w_gmem, of.first_row, step, tile_smem, barrier)
-                if codec.mma_scaled:
-                    source_gmem = scale_gmem.at[of.row_tile, group]
-                    fetch_tile(source_gmem, w_scale_smem.at[place, 0, 0, 0], barrier)
 
             def fetch_x(i, slot, x_barrier):
                 (of, step, group), barrier = at(i), x_barrier.at[slot]
@@ -252,9 +244,6 @@ def product(
                 if codec.x_scaled:
                     target_smem = x_scale_smem.at[slot, pl.ds(0, tokens)]
                     fetch_tile(x_scale_gmem.at[group, rows], target_smem, barrier)
-                if codec.mma_scaled:
-                    source_gmem = x_scale_gmem.at[of.token_tile, group]
-                    fetch_tile(source_gmem, x_scale_smem.at[slot, 0, 0], barrier)
 
             def block_scale(i):
                 if not codec.block_scaled:
@@ -294,14 +283,9 @@ def product(
                 next_factor = block_scale(i + 1)  # one step ahead, to hide the load latency
                 place = ring.wait(slot)
                 tiles_smem = [w_smem.at[place, 0]]
-                x_scales, w_scales = None, ()
-                if codec.x_scaled:
-                    x_scales = x_scale_smem.at[slot, pl.ds(0, tokens)]
-                elif codec.mma_scaled:
-                    x_scales, w_scales = x_scale_smem.at[slot], [w_scale_smem.at[place, 0]]
-                scales = (scales_smem, at(i)[1], x_scales, w_scales)
-                is_first = lax.rem(at(i)[1], per_chunk) == 0
-                operands = Operands(tiles_smem, x_smem.at[slot], *scales, is_first=is_first)
+                x_scales = x_scale_smem.at[slot, pl.ds(0, tokens)] if codec.x_scaled else None
+                scales = (scales_smem, at(i)[1], x_scales)
+                operands = Operands(tiles_smem, x_smem.at[slot], *scales)
                 totals = form.add_products(
                     totals, [factor], operands, refill, launch.interpret, **scratch
                 )
@@ -309,10 +293,9 @@ def product(
 
             def add_chunk(c, carry):
                 totals, factor = carry
-                start = [] if codec.mma_scaled else form.zeros(1, tokens, groups), factor
+                start = form.zeros(1, tokens, groups), factor
                 first, steps = _steps_of_chunk(n, c, config.chunks // splits, num_steps)
                 partial, factor = ring.each_step(first, steps, multiply, start)
-                partial = form.summed(partial, 1, tokens, **scratch)
                 if codec.row_scaled:  # the sum of each chunk, because a K-split scales it too
                     scales = scale_gmem.at[:, 0], one.first_row
                     partial = form.times_scales(partial, *scales, tokens, launch.interpret)
@@ -344,7 +327,5 @@ def product(
         kernel_name="block_gemm",
         **launch_options(groups),
     )
-    if codec.mma_scaled:
-        x_scale = as_e8m0(x_scale)
     scales = [s for s in (form.kernel_scale(scale), x_scale) if s is not None]
     return kernel(x, form.kernel_values(values), *scales)

@@ -107,7 +107,7 @@ def _tiled(
 ) -> jax.Array:
     """[..., N]: a loop over full tiles, and one shorter tile."""
     N = weight.shape[0]
-    scale_rows = TILE if scale.shape[0] == N else TILE // formats.BLOCK  # or tiles of mxfp8
+    scale_rows = TILE if scale.shape[0] == N else TILE // formats.BLOCK
     num_tiles = N // TILE
 
     def tile(i: jax.Array | int, num_rows: int, num_scales: int) -> jax.Array:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import formats, fp8_tiles, mxfp8
+from pallas_kernels import formats, fp8_tiles
 from pallas_kernels.activations import Activations
 from pallas_kernels.block_gemm import api
 from pallas_kernels.device import Device
@@ -21,12 +21,8 @@ MMA_OF_QUANTIZED_ROWS = {
 }
 """The chip's own fp8 instruction: both operands are e4m3, so that no weight is unpacked."""
 
-MMA_OF_MXFP8 = {100: r"tcgen05\.mma.*\.kind::mxf8f6f4\.block_scale"}
-"""The block-scaled instruction: both operands are e4m3 with e8m0 scales of 32 columns."""
-
-Form = Literal["bf16", "fp8", "fp8_rows", "fp8_tiles", "fp8_tiles_rows", "mxfp4", "mxfp8"]
-"""Weight format: bfloat16, fp8 with one scale per block or per row, both in tiles, mxfp4 or
-mxfp8."""
+Form = Literal["bf16", "fp8", "fp8_rows", "fp8_tiles", "fp8_tiles_rows", "mxfp4"]
+"""Weight format: bfloat16, fp8 with one scale per block or per row, both in tiles, or mxfp4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +55,6 @@ class Spec:
     @property
     def mma(self) -> dict[int, str]:
         """Required matrix instruction, as `MMA`."""
-        if self.form == "mxfp8":
-            return MMA_OF_MXFP8
         return MMA_OF_QUANTIZED_ROWS if self.activations == "fp8" else MMA
 
 
@@ -137,18 +131,11 @@ SPECS = {
         for name, N, K in (("qkv", 5120, 2048), ("o", 2048, 4096))
         for R in (8, 64, 256, 1024, 4096)
     },
-    **_layers(
-        "qwen3-moe-mxfp8", (8, 64, 256, 1024, 4096), qkv__mxfp8=(5120, 2048), o__mxfp8=(2048, 4096)
-    ),
-    **_layers(
-        "llama-8b-mxfp8", (8, 64, 4096), gate_up__mxfp8=(28672, 4096), down__mxfp8=(4096, 14336)
-    ),
     "ragged": Spec(rows=21, outputs=224, inputs=448, bias=True),
     "one-row": Spec(rows=1, outputs=192, inputs=384, form="fp8"),
     **_layers("mxfp4", (8, 64, 4096), wide__mxfp4=(5120, 2880)),
     **_layers("per-row", (8, 64, 4096), wide__fp8_rows=(5120, 2816)),
     **_layers("per-row-tiles", (64,), wide__fp8_tiles_rows__half=(5120, 2816)),
-    "mxfp8-ragged": Spec(rows=21, outputs=224, inputs=384, form="mxfp8"),
     "mxfp4-ragged": Spec(rows=21, outputs=224, inputs=320, form="mxfp4"),
     "per-row-ragged": Spec(rows=21, outputs=224, inputs=384, form="fp8_rows"),
 }  # fmt: skip
@@ -164,9 +151,6 @@ def weight_of(form: Form, *shape: int) -> list[jax.ShapeDtypeStruct]:
         case "mxfp4":
             scale = shaped((*leading, N, K // formats.GROUP), jnp.uint8)
             return [shaped((*leading, N, K // 2), jnp.uint8), scale]
-        case "mxfp8":
-            scale = shaped((*leading, *mxfp8.tiles(N, K)), jnp.uint8)
-            return [shaped(shape, jnp.float8_e4m3fn), scale]
         case "fp8" | "fp8_tiles":
             scale = -(-N // formats.BLOCK), -(-K // formats.BLOCK)
         case "fp8_rows" | "fp8_tiles_rows":
@@ -193,7 +177,7 @@ def configs(spec: Spec, device: Device) -> list:
     values, *scale = weight_of(spec.form, spec.outputs, spec.inputs)
     scale = scale[0] if scale else None
     kind = formats.kind(values, scale)
-    x_dtype = jnp.float8_e4m3fn if spec.activations == "fp8" else spec.x_dtype  # mxfp8 needs none
+    x_dtype = jnp.float8_e4m3fn if spec.activations == "fp8" else spec.x_dtype
     form = Format.of(values, scale, device, x_dtype)
     chosen = TuningConfig.choose(spec.rows, spec.outputs, spec.inputs, device, kind, x_dtype)
     if spec.rows <= 64 or spec.outputs <= 256 or form.mma.groups(2) == 1:

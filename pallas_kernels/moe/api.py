@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, formats, mxfp8
+from pallas_kernels import dispatch, formats
 from pallas_kernels.activations import Activations, are_quantized, dtype_refusal, whole_tiles
 from pallas_kernels.block_gemm.api import CHIPS_OF, add_in_order
 from pallas_kernels.moe import reference
@@ -87,8 +87,7 @@ def moe(
       limit: None: `silu(gate) * up`. Else GPT-OSS's activation: with gate at most `limit` and up in
         [-limit, limit], `(up + 1) * gate * sigmoid(1.702 gate)`.
       activations: "fp8" quantises the rows that fp8 weights multiply
-        (`pallas_kernels.activations`); rows that mxfp8 weights multiply are always quantised as
-        these are.
+        (`pallas_kernels.activations`).
     Returns:
       [R, D] in the dtype of the stream.
     Raises:
@@ -299,10 +298,7 @@ def run_experts(
 
     scale, inner_scale = None, None
     quantized = are_quantized(activations, gate_up.values, gate_up.scale)
-    if formats.kind(gate_up.values, gate_up.scale) == "mxfp8":
-        x = mxfp8.widened(x, gate_up.values.shape[-1])
-        x, scale = _mxfp8_rows(x, work, config, launch)
-    elif config.shared:
+    if config.shared:
         x = whole_tiles(x)
         if quantized:
             x, scale = quantized_rows.quantize(x, launch)
@@ -318,26 +314,7 @@ def run_experts(
     inner = mosaic_gpu.gate_up(x, gate_up, *items, limit, config, launch, arranged, scale)
     if are_quantized(activations, down.values, down.scale):
         inner, inner_scale = quantized_rows.quantize(inner, launch)
-    if formats.kind(down.values, down.scale) == "mxfp8":
-        inner = mxfp8.widened(inner, down.values.shape[-1])
-        inner, inner_scale = mxfp8.operand(inner, config.tokens)
     return mosaic_gpu.down(inner, down, *items, config, launch, arranged, inner_scale)
-
-
-def _mxfp8_rows(x, work: Worklist, config, launch) -> tuple[jax.Array, jax.Array]:
-    """Rows of the items in mxfp8, all rows if the items share them, and their scales
-    (`mxfp8.pack`)."""
-    from pallas_kernels.moe import mosaic_route
-
-    if config.shared:
-        return mxfp8.operand(whole_tiles(x), config.tokens)
-    R, size = x.shape[0], work.items * config.tokens
-    values, codes = mxfp8.quantize(x)
-    slots = work.slots[:, :R]
-    copies = jnp.broadcast_to(codes, (slots.shape[0], *codes.shape))
-    spread = jnp.full((size, codes.shape[1]), mxfp8.ONE, jnp.uint8).at[slots].set(copies)
-    values = mosaic_route.spread(values, work.slots, size, launch)
-    return values, mxfp8.pack(spread, config.tokens)
 
 
 def _check(x, ids, weights, gate_up: ExpertWeights, down: ExpertWeights) -> None:
@@ -349,11 +326,11 @@ def _check(x, ids, weights, gate_up: ExpertWeights, down: ExpertWeights) -> None
     if ids.dtype != jnp.int32 or weights.dtype != jnp.float32:
         raise ValueError(f"ids are int32 and weights float32: {ids.dtype=} {weights.dtype=}")
     shape = formats.logical_shape(gate_up.values, gate_up.scale)
-    if len(shape) != 4 or shape[1] != 2 or not formats.takes(gate_up.values, gate_up.scale, D):
+    if len(shape) != 4 or shape[1] != 2 or shape[3] != D:
         raise ValueError(f"gate_up is {[*shape]} and must be [E, 2, F, {D}], as {x.shape=}")
     E, _, F, _ = shape
     shape = formats.logical_shape(down.values, down.scale)
-    if shape[:-1] != (E, D) or not formats.takes(down.values, down.scale, F):
+    if shape != (E, D, F):
         raise ValueError(
             f"down is {[*shape]} and must be {[E, D, F]}, as gate_up is {[E, 2, F, D]}"
         )

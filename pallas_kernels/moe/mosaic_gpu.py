@@ -21,7 +21,7 @@ from pallas_kernels.formats import BLOCK
 from pallas_kernels.moe.reference import ALPHA, ExpertWeights
 from pallas_kernels.pipeline import Pipeline
 from pallas_kernels.weight_tiles.codecs import codec_of
-from pallas_kernels.weight_tiles.format import Format, as_e8m0, fetch_scales, fetch_tile
+from pallas_kernels.weight_tiles.format import Format, fetch_scales, fetch_tile
 from pallas_kernels.weight_tiles.mma import Operands
 
 _MOST_TOKENS = 80
@@ -105,9 +105,7 @@ def _grouped(
       parts: weights that share x: 2 for gate and up.
       finish: epilogue; maps `parts` totals float32 [rows, tokens] to one.
       arranged: store the columns in the order that mxfp4 products expect.
-      x_scale: float32 [K / 128, rows'], rows' a multiple of 4; of mxfp8 rows uint8
-        [items, ceil(K / 128), 32, 16] (`mxfp8.pack` with tiles of `tokens`), or one item if
-        `shared`.
+      x_scale: float32 [K / 128, rows'], rows' a multiple of 4.
     """
     K = x.shape[1]
     N = formats.logical_shape(weight.values, weight.scale)[-2]
@@ -133,8 +131,6 @@ def _grouped(
         x_scale_smem=None,  # e4m3 x: [stages, tokens or more] float32
         scale_smem=None,  # mxfp4: [parts, rows * K / 32] uint8
         scales_ready_barrier=None,
-        # mxfp8: [stages, parts, 1, 1, 32, 16] e8m0, and x_scale_smem [stages, 1, 1, 32, 16]
-        w_scale_smem=None,
         **scratch,  # of the MMA
     ):
         *optional, out_gmem = refs
@@ -156,18 +152,12 @@ def _grouped(
                 for part in range(parts):
                     tile_smem = w_smem.at[slot, part]
                     form.fetch_weight(w_gmem.at[expert, part], first_row, i, tile_smem, barrier)
-                    if codec.mma_scaled:
-                        source_gmem = scale_gmem.at[expert, part, row_tile, i]
-                        fetch_tile(source_gmem, w_scale_smem.at[slot, part, 0, 0], barrier)
                 columns = pl.ds(i * codec.step, codec.step)
                 token_range = pl.ds(first_token, tokens)
                 fetch_tile(x_gmem.at[token_range, columns], x_smem.at[slot], barrier)
                 if codec.x_scaled:
                     target_smem = x_scale_smem.at[slot, pl.ds(0, tokens)]
                     fetch_tile(x_scale_gmem.at[i, token_range], target_smem, barrier)
-                if codec.mma_scaled:
-                    source_gmem = x_scale_gmem.at[0 if shared else item, i]
-                    fetch_tile(source_gmem, x_scale_smem.at[slot, 0, 0], barrier)
 
             pipeline = Pipeline(
                 stages=stages,
@@ -196,23 +186,15 @@ def _grouped(
                 next_factors = block_scales(i + 1)  # one step ahead, to hide the load latency
                 pipeline.wait(slot)
                 tiles_smem = [w_smem.at[slot, part] for part in range(parts)]
-                x_scales, w_scales = None, ()
-                if codec.x_scaled:
-                    x_scales = x_scale_smem.at[slot, pl.ds(0, tokens)]
-                elif codec.mma_scaled:
-                    x_scales = x_scale_smem.at[slot]
-                    w_scales = [w_scale_smem.at[slot, part] for part in range(parts)]
-                operands = Operands(
-                    tiles_smem, x_smem.at[slot], scales_smem, i, x_scales, w_scales, is_first=i == 0
-                )
+                x_scales = x_scale_smem.at[slot, pl.ds(0, tokens)] if codec.x_scaled else None
+                operands = Operands(tiles_smem, x_smem.at[slot], scales_smem, i, x_scales)
                 totals = form.add_products(
                     totals, factors, operands, refill, launch.interpret, **scratch
                 )
                 return totals, next_factors
 
-            zeros = [] if codec.mma_scaled else form.zeros(parts, tokens, 1)
-            totals, _ = pipeline.each_step(0, num_steps, visit, (zeros, block_scales(0)))
-            totals = form.summed(totals, parts, tokens, **scratch)
+            carry = form.zeros(parts, tokens, 1), block_scales(0)
+            totals, _ = pipeline.each_step(0, num_steps, visit, carry)
             pieces = len(totals) // parts
             load = lambda source_gmem: mma.load_rows(
                 source_gmem, first_row, tokens // pieces, launch.interpret
@@ -240,8 +222,6 @@ def _grouped(
         interpret=launch.interpret,
         kernel_name=name,
     )
-    if codec.mma_scaled:
-        x_scale = as_e8m0(x_scale)
     optional = form.kernel_scale(weight.scale), mma.pad_rows(weight.bias), x_scale
     optional = [array for array in optional if array is not None]
     values = form.kernel_values(weight.values)

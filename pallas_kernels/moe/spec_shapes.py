@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pallas_kernels.activations import Activations
-from pallas_kernels.block_gemm.specs import MMA_OF_MXFP8, MMA_OF_QUANTIZED_ROWS, Form, chips_of
+from pallas_kernels.block_gemm.specs import MMA_OF_QUANTIZED_ROWS, Form, chips_of
 from pallas_kernels.moe import api
 
 CHIPS = api.CHIPS
@@ -51,8 +51,7 @@ class Spec:
 
     @property
     def chips(self) -> tuple[int, ...]:
-        """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows, and
-        only Blackwell in data centres multiplies mxfp8."""
+        """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows."""
         if self.kernel in ("norm_product", "norm_route"):
             return (90,)
         if self.kernel == "place" and self.rows > 8192:
@@ -76,14 +75,12 @@ class Spec:
             return MMA
         if self.kernel not in ("gate_up", "down"):
             return {}
-        if self.form == "mxfp8":
-            return MMA_OF_MXFP8
         return MMA_OF_QUANTIZED_ROWS if self.activations == "fp8" else MMA
 
     @property
     def quantized(self) -> bool:
         """Whether gate_up and down take rows of e4m3 and their scales."""
-        return self.activations == "fp8" or self.form == "mxfp8"
+        return self.activations == "fp8"
 
 
 _ITEMS = {8: 51, 12: 69, 64: 129, 256: 131, 512: 128, 1024: 130, 4096: 514}
@@ -144,20 +141,6 @@ SPECS = {
         )
         for kernel in ("gate_up", "down")
         for R, items in ((8, 51), (64, 129), (256, 128), (1024, 192), (4096, 320))
-    },
-    **{
-        f"qwen3-moe-mxfp8-{kernel.replace('_', '-')}-{R}": Spec(
-            kernel=kernel, rows=R, items=items, form="mxfp8"
-        )
-        for kernel in ("gate_up", "down")
-        for R, items in ((8, 51), (12, 69), (64, 129), (256, 128), (1024, 192), (4096, 574))
-    },
-    **{
-        f"gpt-oss-mxfp8-{kernel.replace('_', '-')}-{R}": Spec(
-            kernel=kernel, rows=R, items=items, limit=7.0, form="mxfp8", **GPT_OSS
-        )
-        for kernel in ("gate_up", "down")
-        for R, items in ((8, 21), (64, 37), (256, 40))
     },
     **{f"gpt-oss-plan-{R}": Spec(kernel="plan", rows=R, **GPT_OSS) for R in (8, 64, 256)},
     "qwen3-moe-plan-own-64": Spec(kernel="plan", rows=64, own=64),

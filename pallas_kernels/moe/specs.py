@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import dispatch, formats, mxfp8
+from pallas_kernels import dispatch, formats
 from pallas_kernels.activations import Quantized, dequantize, quantize
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.block_gemm.specs import random_leaf, weight_of
@@ -47,10 +47,7 @@ def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
         plan = _experts_of_items(spec, key), count
         if spec.quantized:
             *weight, _ = map(random_leaf, shapes[3:], keys[3:])
-            x = jax.random.normal(keys[0], shapes[0].shape)
-            x, x_scale = (
-                mxfp8.operand(x, _config(spec).tokens) if spec.form == "mxfp8" else quantize(x)
-            )
+            x, x_scale = quantize(jax.random.normal(keys[0], shapes[0].shape))
             return x, *plan, *weight, x_scale
         return normal(shapes[0], keys[0]), *plan, *map(random_leaf, shapes[3:], keys[3:])
     arrays = list(map(normal, shapes, keys))
@@ -106,7 +103,7 @@ def _config(spec: Spec):
     from pallas_kernels.moe import mosaic_gpu  # a slow import that references spare
 
     device = dispatch.device()
-    hopper = spec.form != "mxfp8" and (device.platform == "cpu" or device.sm == 90)
+    hopper = device.platform == "cpu" or device.sm == 90
     sizes = spec.rows, spec.experts, spec.top_k
     forms = dict(hopper=hopper, quantized=spec.quantized, tiled=spec.in_tiles)
     return mosaic_gpu.TuningConfig.choose(*sizes, **forms)
@@ -122,9 +119,6 @@ def _rows_of(spec: Spec, x: jax.Array, leaves: tuple) -> tuple[jax.Array, tuple]
     """(the rows that x stands for, leaves of the weight), from the arguments of gate_up or down."""
     if not spec.quantized:
         return x.astype(jnp.float32) if x.dtype == jnp.float16 else x, leaves
-    if spec.form == "mxfp8":
-        codes = mxfp8.unpack(leaves[-1], *x.shape, _config(spec).tokens)
-        return mxfp8.dequantize(x, codes), leaves[:-1]
     return dequantize(Quantized(x, leaves[-1])), leaves[:-1]
 
 
@@ -328,15 +322,8 @@ def _logits(spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 def _items(spec: Spec, rows: int, K: int, outputs: tuple[int, ...]) -> tuple:
     """Shapes of x [rows, K], experts, num_items, values[, scale][, bias] of [E, *outputs,
-    K][, x_scale].
-
-    K is rounded up to whole tiles of mxfp8.
-    """
-    if spec.form == "mxfp8":
-        K += -K % mxfp8.TILE
-        x_scale = _made(jnp.uint8, *mxfp8.tiles(rows, K, _config(spec).tokens))
-    else:
-        x_scale = jax.eval_shape(quantize, _made(jnp.bfloat16, rows, K)).scale
+    K][, x_scale]."""
+    x_scale = jax.eval_shape(quantize, _made(jnp.bfloat16, rows, K)).scale
     return (
         _made(_x_dtype(spec), rows, K),
         _made(jnp.int32, spec.items),

@@ -9,11 +9,9 @@ the chip; `mma` says in which registers a chip needs unpacked weights.
     Fp8Rows     128 e4m3                    float32, one per row              sum of each chunk
     Fp8Tiles    none: a tile is one piece   as Fp8Blocks or Fp8Rows; operands are float16 if x is
     Mxfp4       256 e2m1 in 128 bytes       e8m0, one per row and 32 columns  weights, in registers
-    Mxfp8       128 e4m3                    e8m0, one per row and 32 columns  by the MMA
 
 `Fp8BlocksNative` and `Fp8RowsNative` are the e4m3 formats with e4m3 activations: the MMA multiplies
-e4m3, and a row of x has one scale for each step, a factor on its column of the product. With
-`Mxfp8` the MMA reads the scales of both operands and adds all steps of a sum.
+e4m3, and a row of x has one scale for each step, a factor on its column of the product.
 """
 
 from abc import ABC
@@ -49,8 +47,6 @@ class Codec(ABC):
       x_scaled: each row of x has one scale per step, a factor on the product of that step.
       tiled: a tile is contiguous in device memory, in the order of its registers
         (`pallas_kernels.fp8_tiles`).
-      mma_scaled: the MMA reads e8m0 scales of both operands (`pallas_kernels.mxfp8`), so that it
-        adds the products of all steps itself.
     """
 
     dtype: ClassVar[jnp.dtype]
@@ -63,7 +59,6 @@ class Codec(ABC):
     rescale: ClassVar[float] = 1.0
     x_dtype: ClassVar[jnp.dtype] = jnp.dtype(jnp.bfloat16)
     x_scaled: ClassVar[bool] = False
-    mma_scaled: ClassVar[bool] = False
     tiled: ClassVar[bool] = False
 
     @property
@@ -190,15 +185,6 @@ class Mxfp4(Codec):
         return mma.unpack_mxfp4(tile_smem, scales_smem, step, interpret)
 
 
-class Mxfp8(Codec):
-    """e4m3 weights and activations, e8m0 scales that the MMA applies."""
-
-    dtype = jnp.dtype(jnp.float8_e4m3fn)
-    unpacked = False
-    x_dtype = dtype
-    mma_scaled = True
-
-
 def codec_of(
     values: jax.Array, scale: jax.Array | None, x_dtype: jnp.dtype = jnp.bfloat16
 ) -> Codec:
@@ -216,14 +202,11 @@ def codec_of(
 
 
 def codec_of_kind(kind: formats.Kind, x_dtype: jnp.dtype = jnp.bfloat16) -> Codec:
-    """Codec of a kind of format. Row scales of fp8 do not change tile sizes, so they have no kind.
-
-    mxfp8 weights have one codec, whatever `x_dtype` is.
-    """
-    return _MXFP8 if kind == "mxfp8" else _CODECS[kind, jnp.dtype(x_dtype)]
+    """Codec of a kind of format. Row scales of fp8 do not change tile sizes, so they have no
+    kind."""
+    return _CODECS[kind, jnp.dtype(x_dtype)]
 
 
-_MXFP8 = Mxfp8()
 _CODECS: dict[tuple[str, jnp.dtype], Codec] = {
     (kind, codec.x_dtype): codec
     for kind, codecs in {

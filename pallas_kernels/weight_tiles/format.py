@@ -15,7 +15,6 @@ The order of a sum depends only on K and on the number of K chunks, not on the n
 call. `pipeline` describes how TMA runs ahead of the MMA.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +25,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import formats, fp8_tiles, mxfp8
+from pallas_kernels import formats, fp8_tiles
 from pallas_kernels.device import Device
 from pallas_kernels.rounded_product import rounded_product
 from pallas_kernels.weight_tiles import mxfp4
-from pallas_kernels.weight_tiles.codecs import STEP, Codec, codec_of, codec_of_kind
+from pallas_kernels.weight_tiles.codecs import Codec, codec_of, codec_of_kind
 from pallas_kernels.weight_tiles.mma import Mma, Operands
 from pallas_kernels.weight_tiles.mma_sm90 import Wgmma
 from pallas_kernels.weight_tiles.mma_sm100 import Tcgen05
@@ -39,8 +38,6 @@ from pallas_kernels.weight_tiles.mma_sm120 import MmaSync
 _SWIZZLE = 128  # bytes
 _SLOT_SCALES = 32
 """Fewest scales of x in a slot: TMA writes to multiples of 128 bytes."""
-_MMA_SCALES = mxfp8.tiles(mxfp8.TILE, STEP)
-"""Scales of one operand and step, if the MMA reads them."""
 _MMAS = {90: Wgmma(), 100: Tcgen05(), 120: MmaSync()}
 
 
@@ -104,8 +101,6 @@ class Format:
         scale = 4 * max(tokens, _SLOT_SCALES) if self.codec.x_scaled else 0
         x = tokens * self.codec.step * self.codec.x_dtype.itemsize + scale
         slot = groups * parts * self.rows * self.codec.row_bytes + x
-        if self.codec.mma_scaled:
-            slot += (1 + parts) * math.prod(_MMA_SCALES)
         most = (device.smem_bytes - rest) // slot
         if most < 1:
             raise NotImplementedError(
@@ -141,8 +136,8 @@ class Format:
         shared = groups > 1
         out = (self._stored(tokens, groups), self.rows)
         w, x = (groups * stages, parts, *tile), (stages, tokens, codec.step)
-        copies_x = 1 + (codec.x_scaled or codec.mma_scaled)
-        arrivals = parts * (1 + codec.mma_scaled) + (0 if shared else copies_x)
+        copies_x = 1 + codec.x_scaled
+        arrivals = parts + (0 if shared else copies_x)
         scratch = dict(
             # [(groups,) stored tokens, rows] out_dtype
             out_smem=plgpu.SMEM((groups, *out) if shared else out, out_dtype),
@@ -153,9 +148,6 @@ class Format:
         if codec.x_scaled:
             slot = max(tokens, _SLOT_SCALES)
             scratch["x_scale_smem"] = plgpu.SMEM((stages, slot), jnp.float32)
-        if codec.mma_scaled:
-            scratch["x_scale_smem"] = plgpu.SMEM((stages, *_MMA_SCALES), jnp.float8_e8m0fnu)
-            scratch["w_scale_smem"] = plgpu.SMEM((stages, parts, *_MMA_SCALES), jnp.float8_e8m0fnu)
         if shared:
             scratch["x_ready_barrier"] = plgpu.Barrier(num_arrivals=copies_x, num_barriers=stages)
             scratch["x_free_barrier"] = plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
@@ -177,8 +169,6 @@ class Format:
             return None
         if self.codec.staged:
             return scale.reshape(-1)
-        if self.codec.mma_scaled:
-            return as_e8m0(scale)
         return self.mma.pad_rows(scale, -2) if self.codec.row_scaled else scale
 
     def kernel_values(self, values: jax.Array) -> jax.Array:
@@ -209,14 +199,6 @@ class Format:
         pieces = self.mma.pieces(self.codec, tokens, groups)
         zeros = jnp.zeros((self.rows, tokens // pieces), jnp.float32)
         return [plgpu.layout_cast(zeros, self.mma.layout)] * (parts * pieces)
-
-    def summed(
-        self, totals_reg: Sequence[jax.Array], parts: int, tokens: int, **scratch: Any
-    ) -> list[jax.Array]:
-        """The totals after the last `add_products` of a sum."""
-        if not self.codec.mma_scaled:
-            return list(totals_reg)
-        return self.mma.sums(parts, tokens, **scratch)
 
     def add_products(
         self,
@@ -285,11 +267,6 @@ def _columns(tile_reg: jax.Array, i: int, size: int) -> jax.Array:
 def fetch_tile(source_gmem: Any, tile_smem: Any, barrier: Any) -> None:
     """Starts a TMA copy of a tile; elements outside of the array are filled with zeros."""
     plgpu.copy_gmem_to_smem(source_gmem, tile_smem, barrier, oob_mode=plgpu.OOBFillMode.ZEROS)
-
-
-def as_e8m0(codes: jax.Array) -> jax.Array:
-    """e8m0 codes uint8 as the type of the same bits that the MMA takes; no copy."""
-    return jax.lax.bitcast_convert_type(codes, jnp.float8_e8m0fnu)
 
 
 def fetch_scales(source_gmem: Any, row: Any, rows: int, scale_smem: Any, barrier: Any) -> None:

@@ -38,10 +38,7 @@ class Operands:
       x_smem: `codec.x_dtype` [tokens, codec.step], columns in `codec.arrange` order.
       scales_smem: staged scales uint8 [rows * K / 32] of each tile, or empty.
       step: number of the tiles along K.
-      x_scale_smem: scale of each row of x, float32 [tokens], if `codec.x_scaled`; e8m0
-        [1, 1, 32, 16] if `codec.mma_scaled`; else None.
-      w_scales_smem: e8m0 [1, 1, 32, 16] of each tile if `codec.mma_scaled`, or empty.
-      is_first: whether this step begins a sum, if `codec.mma_scaled`.
+      x_scale_smem: scale of each row of x, float32 [tokens], if `codec.x_scaled`; else None.
     """
 
     tiles_smem: Sequence[Any]
@@ -49,8 +46,6 @@ class Operands:
     scales_smem: Sequence[Any]
     step: Any
     x_scale_smem: Any = None
-    w_scales_smem: Sequence[Any] = ()
-    is_first: Any = True
 
     def unpacker(
         self, codec: Codec, mma: "Mma", i: int, interpret: Any
@@ -111,15 +106,8 @@ class Mma(ABC):
           refill: called after the last read of the tiles and of x.
           scratch: see `scratch`.
         Returns:
-          The new totals. If `codec.mma_scaled` the sums stay where the MMA adds them, and
-          totals_reg is
-          returned: `sums` loads them after the last step.
+          The new totals.
         """
-
-    def sums(self, parts: int, tokens: int, **scratch: Any) -> list[jax.Array]:
-        """Sums that the MMA itself has added over several steps: float32 [rows, tokens], one per
-        tile."""
-        raise NotImplementedError
 
     @abstractmethod
     def unpack_fp8(self, tile_smem: Any) -> Callable[[int], jax.Array]:

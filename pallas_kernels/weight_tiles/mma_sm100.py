@@ -7,11 +7,6 @@ There are two buffers: one piece is multiplied while the next is unpacked. Produ
 tensor memory within one K step and in registers across steps.
 
     TMEM columns   sums: parts * tokens (float32)   pieces: 2 * 64 bfloat16, packed in 64 columns
-                   mxfp8 scales: 4 for each tile of the weight, 4 for x
-
-The MMA of mxfp8 operands reads their scales from tensor memory, 4 of 32 columns for each row of a
-step. They are copied there right before it; copy and MMA are issued by one thread, so they run in
-order. Their products need no factor, so they accumulate in tensor memory over all steps of a sum.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +19,6 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mlir_compat as mlir
-from pallas_kernels import mxfp8
 from pallas_kernels.formats import GROUP
 from pallas_kernels.weight_tiles import mxfp4
 from pallas_kernels.weight_tiles.codecs import Codec
@@ -55,13 +49,6 @@ class Tcgen05(Mma):
             # One per buffered piece: its MMA has finished.
             done_barrier=plgpu.Barrier(num_barriers=2, orders_tensor_core=True),
         )
-        if codec.mma_scaled:
-            scales = plgpu.TMEM(
-                (mxfp8.TILE, mxfp8.TILE // GROUP),
-                jnp.float8_e8m0fnu,
-                layout=plgpu.TMEMLayout.SCALES_LAYOUT,
-            )
-            scratch["scales_tmem"] = [scales] * (parts + 1)  # of each tile, and of x
         if codec.unpacked:
             scratch["pieces_tmem"] = plgpu.TMEM((self.rows, 2 * PIECE), jnp.bfloat16, packed=True)
         return scratch
@@ -78,14 +65,9 @@ class Tcgen05(Mma):
         sums_tmem: Any,
         done_barrier: Any,
         pieces_tmem: Any = None,
-        scales_tmem: Sequence[Any] = (),
     ) -> list[jax.Array]:
         tiles_smem, x_smem = operands.tiles_smem, operands.x_smem
         accs_tmem = [sums_tmem.at[:, _span(i, x_smem.shape[0])] for i in range(len(tiles_smem))]
-        if codec.mma_scaled:
-            self._multiply_scaled(accs_tmem, operands, scales_tmem, done_barrier)
-            refill()
-            return list(totals_reg)
         if codec.unpacked:
             load = lambda i: operands.unpacker(codec, self, i, interpret)
             pieces = codec.step // PIECE
@@ -100,34 +82,6 @@ class Tcgen05(Mma):
         # totals.
         refill()
         return scaled_sums(codec, totals_reg, factors, self._load_sums(accs_tmem))
-
-    def sums(self, parts: int, tokens: int, *, sums_tmem: Any, **scratch: Any) -> list[jax.Array]:
-        return [*self._load_sums([sums_tmem.at[:, _span(i, tokens)] for i in range(parts)])]
-
-    def _multiply_scaled(
-        self,
-        accs_tmem: Sequence[Any],
-        operands: Operands,
-        scales_tmem: Sequence[Any],
-        done_barrier: Any,
-    ) -> None:
-        """Adds the products of tiles and x, with their scales, to the sums, and waits for the
-        MMAs."""
-        *w_scales_tmem, x_scale_tmem = scales_tmem
-        plgpu.async_copy_scales_to_tmem(operands.x_scale_smem, x_scale_tmem)
-        for i, (tile_smem, acc_tmem) in enumerate(zip(operands.tiles_smem, accs_tmem, strict=True)):
-            plgpu.async_copy_scales_to_tmem(operands.w_scales_smem[i], w_scales_tmem[i])
-            plgpu.tcgen05_mma(
-                acc_tmem,
-                tile_smem,
-                operands.x_smem.T,
-                done_barrier.at[i],
-                a_scale=w_scales_tmem[i],
-                b_scale=x_scale_tmem,
-                accumulate=jnp.logical_not(operands.is_first),
-            )
-        for i in range(len(accs_tmem)):
-            plgpu.barrier_wait(done_barrier.at[i])
 
     def _add_scaled(
         self,

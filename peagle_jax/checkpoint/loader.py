@@ -125,7 +125,7 @@ def _assemblies(
         weight = shapes.get((*rule.path[:-1], "weight"), shape)
         cut = devices.cut_of(config, rule.path, shape, weight)
         stored = checkpoint.tensors[rule.names[0]].dtype
-        sharing = Sharing(cut, devices.ranks, devices.count)
+        sharing = Sharing(cut, range(devices.count), devices.count)
         found.append(kind(checkpoint, rule, stored_dtype(stored, rule.path[-1], dtype), sharing))
     return found
 

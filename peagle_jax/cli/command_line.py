@@ -7,7 +7,7 @@ in its options before it imports them.
 import argparse
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,6 +26,24 @@ class DefaultsFormatter(argparse.RawDescriptionHelpFormatter):
         if is_shown and "default" not in text:
             action.help = f"{text} (default %(default)s)".lstrip()
         super().add_argument(action)
+
+
+class _Removed(argparse.Action):
+    """An option that is no more: it refuses itself with the reason."""
+
+    def __init__(self, *args, reason: str, **named):
+        super().__init__(*args, nargs="?", help=argparse.SUPPRESS, **named)
+        self._reason = reason
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(f"{option_string} is removed: {self._reason}")
+
+
+def add_removed(parser: argparse.ArgumentParser, reasons: Mapping[str, str]) -> None:
+    """Adds options of which only the reason is left why they are no more, by their names."""
+    for name, reason in reasons.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, action=_Removed, reason=reason, default=argparse.SUPPRESS)
 
 
 def whole(text: str) -> int:

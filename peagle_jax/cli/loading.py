@@ -12,7 +12,6 @@ from peagle_jax.engine.engine import Engine
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.own_drafters import is_own, load_own
 from peagle_jax.models import Decoder
-from peagle_jax.models.quantized_activations import requantize
 from peagle_jax.models.weight_order import order_weights
 from peagle_jax.text.tokenizer import Tokenizer
 
@@ -40,8 +39,7 @@ def load_weights(
       quantization: "fp8" quantises the target's matrices during loading.
       taps: tap ids that override those of the head's config.json.
       tensor_parallel: number of devices that share the model (docs/parallel.md).
-      activations: as in `EngineConfig`; "mxfp8" replaces the target's quantised weights in place, where an engine
-        that gets the target would keep both.
+      activations: as in `EngineConfig`.
 
     Raises:
       ConfigError: a file is missing, or head and target do not match.
@@ -53,8 +51,6 @@ def load_weights(
         target_folder = local_folder(target_folder)
     devices = Devices(tensor_parallel)
     target = load_target(target_folder, dtype=dtype, quantization=quantization, devices=devices)
-    if activations == "mxfp8":
-        requantize(target)
     order_weights(target, activations)
     has_text = (target_folder / "tokenizer.json").is_file()
     tokenizer = Tokenizer(target_folder) if has_text else None

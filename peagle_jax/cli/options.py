@@ -8,12 +8,14 @@ from peagle_jax.cli.command_line import (
     Parser,
     add_constraints,
     add_controls,
+    add_removed,
     named_value,
     positive,
     whole,
 )
-from peagle_jax.draft_schedule import ADAPTIVE, OPTION, adaptive_of, parse
 from peagle_jax.errors import ConfigError
+from peagle_jax.exclusions import ACTIVATIONS, ADAPTIVE
+from peagle_jax.removed import OPTIONS, check_choice
 from peagle_jax.structured import Structured
 
 _DESCRIPTION = """\
@@ -34,6 +36,9 @@ bad prompts: a line that is not a prompt refuses its file before anything is loa
   logits are not finite.
 exit codes: 0 done, 1 outputs differ, 2 bad input (one line says what), 3 done without some prompts,
   130 interrupted"""
+
+
+_REMOVED = ("num_speculative_tokens_per_batch_size", "ngram")
 
 
 def _layer_ids(text: str) -> tuple[int, ...]:
@@ -89,7 +94,6 @@ def refuse_ineffective(args: argparse.Namespace) -> None:
     }
     of_rounds = {
         "--adaptive": args.adaptive not in (None, "off"),
-        f"--{OPTION.replace('_', '-')}": bool(args.num_speculative_tokens_per_batch_size),
     }
     reasons = (
         (args.compare, "--compare is greedy", drafting),
@@ -128,20 +132,12 @@ def _add_model_options(add: Callable) -> None:
         help="draft tokens per round (default: 7)",
     )  # fmt: skip
     add(
-        f"--{OPTION.replace('_', '-')}", type=_checked(parse), default=(), metavar="RANGES",
-        help="drafts by batch size, as [[1,8,7],[9,64,3]]: 7 up to 8 prompts at once, 3 from 9 on; "
-        "0 decodes plainly",
-    )  # fmt: skip
-    add(
-        "--adaptive", type=_checked(adaptive_of), metavar="{" + ",".join(ADAPTIVE) + "}",
-        help="load: choose the drafts of each round by load and acceptance, at most K; off: K is fixed "
-        "(default: load with --concurrency above 1, but off with --compare and with RANGES)",
-    )  # fmt: skip
-    add(
-        "--ngram", type=int, default=0, metavar="N",
-        help="copy up to 15 drafts from where the last N tokens or more occurred before in the text, "
-        "as 6; elsewhere the head drafts (default: 0, never)",
-    )  # fmt: skip
+        "--adaptive",
+        type=_checked(lambda text: check_choice("adaptive", text, ADAPTIVE)),
+        metavar="{" + ",".join(ADAPTIVE) + "}",
+        help="load: choose the drafts of each round by load and acceptance, at most K; off: K is "
+        "fixed (default: load with --concurrency above 1, but off with --compare)",
+    )
     add(
         "--selector", action=argparse.BooleanOptionalAction, default=True,
         help="let the head's selector choose the drafts, where the head has one (default)",
@@ -169,10 +165,12 @@ def _add_model_options(add: Callable) -> None:
     )  # fmt: skip
     add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default: as --dtype")
     add(
-        "--activations", choices=("bf16", "fp8", "mxfp8"), default="bf16",
-        help="how products with fp8 weights read activations; fp8 quantises them, mxfp8 too, and all quantised weights "
-        "become mxfp8 (B200, GB200, B300)",
-    )  # fmt: skip
+        "--activations",
+        type=_checked(lambda text: check_choice("activations", text, ACTIVATIONS)),
+        metavar="{bf16,fp8}",
+        default="bf16",
+        help="how products with fp8 weights read activations; fp8 quantises them",
+    )
     add(
         "--quantization", choices=("fp8",),
         help="quantise an unquantised target while it is read (128x128 blocks)",
@@ -224,6 +222,7 @@ def parser() -> argparse.ArgumentParser:
     add_constraints(command_line.add_argument_group("structured output").add_argument)
 
     _add_output(command_line.add_argument_group("output").add_argument)
+    add_removed(command_line, {name: OPTIONS[name] for name in _REMOVED})
     return command_line
 
 

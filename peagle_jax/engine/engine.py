@@ -10,36 +10,39 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pickle import PicklingError
 
 import jax
 
-from peagle_jax.config import AttentionConfig, ConfigError, EngineConfig
+from peagle_jax.config import (
+    AttentionConfig,
+    ConfigError,
+    DrafterConfig,
+    EngineConfig,
+    OwnDrafterConfig,
+    TargetConfig,
+)
 from peagle_jax.devices import Devices
 from peagle_jax.engine.device.compilation import CompileError, Progress, compile_missing
-from peagle_jax.engine.device.device_calls import Key, spelled
 from peagle_jax.engine.device.dispatch import InFlight, dispatch
-from peagle_jax.engine.device.follower import Follower
-from peagle_jax.engine.device.memory import fit_pages, fit_rings, has_long_prefills, saved_bytes
+from peagle_jax.engine.device.memory import windows_of
 from peagle_jax.engine.device.outputs import Listener, OnUpdate, commit
+from peagle_jax.engine.device.program import Call, Program, Round
 from peagle_jax.engine.device.programs import Programs
-from peagle_jax.engine.device.round_shapes import rounds_per_call
+from peagle_jax.engine.device.resolve import resolve_config
 from peagle_jax.engine.device.round_timer import RoundTimer
 from peagle_jax.engine.device.sizes import check_sizes
 from peagle_jax.engine.host.calls import RoundShape
-from peagle_jax.engine.host.commits import Update
 from peagle_jax.engine.host.completion import Completion, completion_of
 from peagle_jax.engine.host.k_by_load import LoadPolicy
 from peagle_jax.engine.host.pages import Salt
 from peagle_jax.engine.host.request import Request
 from peagle_jax.engine.host.round_times import RoundTimes
 from peagle_jax.engine.host.rules import banned_ids, check_request_of_model
-from peagle_jax.engine.host.scheduler import Scheduler
+from peagle_jax.engine.host.scheduler import Scheduler, Update
 from peagle_jax.engine.structured.grammar import Grammars, Matcher
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.drafter import Drafter, make_drafter
-from peagle_jax.method.ngram import NgramDrafter
 from peagle_jax.method.own_drafters import own_config
 from peagle_jax.method.step import AcceptRule
 from peagle_jax.method.verify import verify, verify_blocks
@@ -61,6 +64,26 @@ def _warn_above(trained: int | None, num_draft: int) -> None:
             num_draft,
             trained,
         )
+
+
+def _drafter_config(
+    head: DraftHead | None,
+    drafter: Drafter | None,
+    target: TargetConfig,
+    taps: Sequence[int] | None,
+    cache: Sequence[AttentionConfig] | None,
+) -> DrafterConfig | OwnDrafterConfig | None:
+    """What the engine must know of the drafter; None is plain decoding. Arguments are those of
+    `Engine`."""
+    if head is None and drafter is not None:
+        return own_config(drafter, target, taps, cache)
+    if taps is not None or cache is not None:
+        raise ConfigError("taps and cache are for a drafter without a head: leave them out")
+    return None if head is None else head.config
+
+
+def _num_bytes(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 class Engine:
@@ -96,75 +119,60 @@ class Engine:
     ):
         if config.num_draft == 0:
             head = drafter = taps = cache = None
-        if head is None and drafter is None:
-            config = replace(config, num_draft=0, adaptive="off")
         check_sizes(target.config, config)
-        peers = None if config.gather == "auto" else config.gather == "peers"
-        devices = Devices(config.tensor_parallel, check_replicas=config.check_replicas, peers=peers)
-        if devices.count > 1:
-            config = replace(config, gather="peers" if devices.peers else "library")
+        devices = Devices.of(config)
         for model in (target, head):
             if model is not None:
                 check_shares(model.config, devices.count)
-        head_config = None if head is None else head.config
-        if head is None and drafter is not None:
-            if devices.count > 1:
-                raise ConfigError("a drafter without a head runs on one device, not on several")
-            head_config = own_config(drafter, target.config, taps, cache)
-        elif taps is not None or cache is not None:
-            raise ConfigError("taps and cache are for a drafter without a head: leave them out")
+        self.target_config = target.config
+        self.drafter_config = _drafter_config(head, drafter, target.config, taps, cache)
+        if head is None and drafter is not None and devices.count > 1:
+            raise ConfigError("a drafter without a head runs on one device, not on several")
         target, head = devices.placed(target), devices.placed(head)
         if head is not None and drafter is None:
-            rules = dict(selector=config.selector, target=target if devices.count == 1 else None)
-            drafter = make_drafter(head, config.num_draft, config.draft_sampling, **rules)
-        limit = min(config.max_model_len, target.config.max_position)
-        config = replace(config, max_model_len=limit)
-        if config.rounds_per_call is None:
-            leaves = jax.tree.leaves((target, drafter if head is None else head))
-            held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-            config = replace(config, rounds_per_call=rounds_per_call(config, held))
-        own = (target.config, head_config, config)
-        config = replace(config, saved_rings=fit_rings(*own), long_prefills=has_long_prefills(*own))
-        self.config = replace(config, num_pages=fit_pages(target.config, head_config, config))
-        if num_bytes := saved_bytes(target.config, head_config, config):
-            _log.info("%d saved rings use %.1f MB", config.saved_rings, num_bytes / 1e6)
+            drafter = make_drafter(
+                head,
+                config.num_draft,
+                config.draft_sampling,
+                selector=config.selector,
+                target=target if devices.count == 1 else None,
+            )
+        self.config = resolve_config(
+            self.target_config,
+            self.drafter_config,
+            config,
+            devices,
+            weights_bytes=_num_bytes((target, drafter if head is None else head)),
+        )
         self.tokenizer = tokenizer
-        self.target_config = target.config
-        self.drafter_config = head_config
-        taps = () if head_config is None else head_config.taps
-        if head is not None:
-            taps = taps or target.config.default_taps
-            _warn_above(head.config.trained_num_draft, config.num_draft)
-        vocab_size, eos_ids = target.config.vocab_size, target.config.eos_ids
-        if config.ngram:
-            drawn = vocab_size if config.draft_sampling == "sample" else 0
-            drafter = NgramDrafter(drafter, config.ngram, drawn)
-        models = [target.config] if head_config is None else [target.config, head_config]
-        layers = (model.attention(i) for model in models for i in range(model.num_layers))
-        windows = {layer.window for layer in layers} - {None}
         self.grammars: Grammars | None = None
+        eos_ids = self.target_config.eos_ids
         if tokenizer is not None:
-            self.grammars = Grammars(tokenizer, vocab_size, eos_ids)
+            self.grammars = Grammars(tokenizer, self.target_config.vocab_size, eos_ids)
+        taps = () if self.drafter_config is None else self.drafter_config.taps
+        if head is not None:
+            taps = taps or self.target_config.default_taps
+            _warn_above(head.config.trained_num_draft, config.num_draft)
         if accept is None:
             accept = verify_blocks if config.verify_method == "block" else verify
-        rules = dict(taps=taps, accept=accept, devices=devices)
-        self.programs = Programs(target, drafter, self.config, **rules)
+        self.programs = Programs(
+            target, drafter, self.config, taps=taps, accept=accept, devices=devices
+        )
         self._timer = None
         self.policy: LoadPolicy | None = None
         """Chooses K with `config.adaptive`; None: K is fixed."""
         if self.config.adaptive != "off":
             self._timer = RoundTimer(self.programs, times)
             self.policy = LoadPolicy(self.config.num_draft, self._timer.times)
-        rules = dict(eos_ids=eos_ids, windows=windows, policy=self.policy)
-        self.scheduler = Scheduler(self.config, **rules)
-        self._state = self.programs.init_state(target.config, head_config)
+        self.scheduler = Scheduler(
+            self.config,
+            eos_ids=eos_ids,
+            windows=windows_of(self.target_config, self.drafter_config),
+            policy=self.policy,
+        )
+        self._state = self.programs.init_state(self.target_config, self.drafter_config)
         self._in_flight: list[InFlight] = []
         self.numbers = itertools.count()  # of requests; their seeds, where they have none
-
-    def follower(self) -> Follower:
-        """Repeats the device calls of another engine on this one, which must not run calls of its
-        own."""
-        return Follower(self.programs, self._state)
 
     def warm_up(
         self,
@@ -176,21 +184,21 @@ class Engine:
         """Compiles all programs; afterwards no call compiles. `on_compiled` is called after each
         one.
 
-        With `sizes`, compiles only the first round of each of these batch buckets, that of
-        `config.first_num_draft`; the largest bucket must be among them or already compiled. Batches
-        are padded to the next larger compiled bucket. `compile_next` compiles the others. With
-        `only_greedy`, rounds of other requests are left out: they compile when they come.
+        With `sizes`, compiles only the round of most drafts of each of these batch buckets; the
+        largest bucket must be among them or already compiled. Batches are padded to the next larger
+        compiled bucket. `compile_next` compiles the others. With `only_greedy`, rounds of other
+        requests are left out: they compile when they come.
         """
-        self._compile(self._keys(sizes, only_greedy), on_compiled)
+        self._compile(self._calls(sizes, only_greedy), on_compiled)
         while sizes is None and self.time_idle_round():
             pass
 
-    def _keys(self, sizes: Sequence[int] | None, only_greedy: bool) -> tuple[Key, ...]:
+    def _calls(self, sizes: Sequence[int] | None, only_greedy: bool) -> tuple[Call, ...]:
         """Programs that `warm_up` compiles beside those of every warm-up."""
         if sizes is not None:
-            return tuple(RoundShape(size, self.config.first_num_draft(size)) for size in sizes)
+            return tuple(Round(RoundShape(size, self.config.num_draft)) for size in sizes)
         programs = self.programs
-        rounds = programs.greedy_keys if only_greedy else programs.round_keys
+        rounds = programs.rounds_of_greedy if only_greedy else programs.rounds_of_any
         # Prefills compile longest: begun last, they would be waited for alone.
         return (*programs.small_prefills, *rounds)
 
@@ -207,7 +215,7 @@ class Engine:
         has_low_priority: bool = False,
         must_end: Callable[[], bool] = lambda: False,
         report: Callable[[Progress], None] = lambda progress: None,
-        on_done: Callable[[Key], None] = lambda key: None,
+        on_done: Callable[[Program], None] = lambda program: None,
     ) -> None:
         """Compiles in child processes, onto disk, what `warm_up` compiles: after it a warm-up only
         loads.
@@ -218,7 +226,7 @@ class Engine:
         Args:
           sizes, only_greedy: as of `warm_up`.
           has_low_priority, must_end, report: as of `compilation.compile_missing`.
-          on_done: called with the key of each program that is on disk now, by another thread.
+          on_done: called with each program that is on disk now, by another thread.
 
         Raises:
           CompileError: the compiler refuses a program, or dies of it.
@@ -233,15 +241,15 @@ class Engine:
                 has_low_priority=has_low_priority,
                 must_end=must_end,
                 report=report,
-                on_done=lambda _, key: on_done(key),
+                on_done=lambda _, program: on_done(program),
             )
         except PicklingError as error:
             _log.info("programs compile in this process: %s", error)
             return
-        for (_, key), failure in failed.items():
+        for (_, program), failure in failed.items():
             if failure.is_final:
-                raise CompileError(f"{spelled(key)} cannot be compiled: {failure.reason}")
-            _log.warning("%s compiles in this process: %s", spelled(key), failure.reason)
+                raise CompileError(f"{program} cannot be compiled: {failure.reason}")
+            _log.warning("%s compiles in this process: %s", program, failure.reason)
 
     def compile_next(self) -> bool:
         """Compiles one missing program, while another thread may run the engine.
@@ -254,19 +262,19 @@ class Engine:
         return bool(missing)
 
     def missing_on_disk(self, *, sizes: Sequence[int] | None = None, only_greedy: bool = False):
-        """Keys of programs that `compile_missing` would compile; None if programs are not kept on
+        """Programs that `compile_missing` would compile; None if programs are not kept on
         disk."""
         programs = self.programs
-        keys = (*programs.full_prefills, *programs.copies, *self._keys(sizes, only_greedy))
-        return programs.not_on_disk(keys, self._state)
+        some = (*programs.full_prefills, *programs.copies, *self._calls(sizes, only_greedy))
+        return programs.not_on_disk(some, self._state)
 
-    def load(self, key: Key) -> None:
+    def load(self, program: Program) -> None:
         """Compiles a program if it is missing, or reads it from disk; another thread may run the
         engine."""
-        self._compile(() if key in self.programs.copies else (key,))
+        self._compile(() if program in self.programs.copies else (program,))
 
     def _compile(
-        self, rounds: Sequence[Key], on_compiled: Callable[[], None] = lambda: None
+        self, rounds: Sequence[Call], on_compiled: Callable[[], None] = lambda: None
     ) -> None:
         self.programs.warm_up(self._state, on_compiled, rounds)
         self.scheduler.rounds = self.programs.rounds
@@ -291,7 +299,7 @@ class Engine:
     def num_programs(self) -> int:
         """Number of programs that `warm_up` compiles."""
         others = 2 + self.config.prompt_logprobs + bool(self.config.saved_rings)
-        return others + len(self.programs.round_keys) + len(self.programs.small_prefills)
+        return others + len(self.programs.rounds_of_any) + len(self.programs.small_prefills)
 
     @property
     def has_work(self) -> bool:
@@ -330,13 +338,12 @@ class Engine:
             id=number if request_id is None else request_id,
             prompt=tokens,
             params=params,
-            num_draft=self.config.most_drafts if num_draft is None else num_draft,
+            num_draft=self.config.num_draft if num_draft is None else num_draft,
             seed=number if params.seed is None else params.seed,
             priority=priority,
             stop_checker=checker,
             salt=salt,
-            # N-grams are looked up among the tokens of the prefill.
-            reads_prefix_cache=params.prompt_logprobs is None and not self.config.ngram,
+            reads_prefix_cache=params.prompt_logprobs is None,
             matcher=matcher,
             banned_ids=banned_ids(params.bad_words, self.tokenizer),
         )
@@ -408,8 +415,8 @@ class Engine:
         """Plans the next calls and dispatches them."""
         try:
             calls = self.scheduler.schedule()
-            rules = (self.programs, self._state, calls, self.config.repeat)
-            for self._state, call in dispatch(*rules):
+            dispatched = dispatch(self.programs, self._state, calls, self.config.repeat)
+            for self._state, call in dispatched:
                 self._in_flight += [] if call is None else [call]
         except BaseException:
             self._give_up()

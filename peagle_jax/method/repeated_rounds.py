@@ -12,11 +12,10 @@ from peagle_jax.parallel import partition
 
 def speculative_rounds(
     models: Callable[[], tuple],
+    run_round: Callable,
     state: step.State,
     plan: DecodePlan,
-    *,
     repeat: int,
-    **rules,
 ) -> tuple[step.State, step.StepOutput]:
     """`repeat` rounds, one after the other, of a plan without constrained rows.
 
@@ -24,25 +23,24 @@ def speculative_rounds(
 
     Args:
       models: returns target and drafter. It is called in the loop's body, see `Devices.leaves`.
-      state, plan, rules: as in `step.speculative_step`.
+      run_round: `step.speculative_step`, with its rules.
+      state, plan: as there.
       repeat: number of rounds.
     Returns:
       The state after the last round, and the outputs of all rounds with a leading axis.
     """
 
-    def run_round(i, state):
+    def round_of(i, state):
         target, drafter = models()
         K = 0 if drafter is None else drafter.num_draft
         pending = jnp.where(i == 0, plan.pending, K)
-        return step.speculative_step(
-            target, drafter, state, plan._replace(pending=pending), **rules
-        )
+        return run_round(target, drafter, state, plan._replace(pending=pending))
 
     def body(i, carry):
         state, outputs = carry
-        state, output = run_round(i, state)
+        state, output = round_of(i, state)
         return state, jax.tree.map(lambda stack, new: stack.at[i].set(new), outputs, output)
 
-    shapes = jax.eval_shape(run_round, 0, state)[1]
+    shapes = jax.eval_shape(round_of, 0, state)[1]
     blank = jax.tree.map(lambda x: jnp.zeros((repeat, *x.shape), x.dtype), shapes)
     return partition.repeat(repeat, body, (state, blank))

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.method.adjust import Adjustments, Controls, count_tokens, init_controls
 from peagle_jax.method.drafter import Drafter, DraftInputs, absorbed
-from peagle_jax.method.ngram import init_history
 from peagle_jax.method.plan import DecodePlan, PrefillPlan, RequestParams
 from peagle_jax.method.prompt_scores import PromptScores, score_prompt
 from peagle_jax.method.sampling import idle_params, request_keys, token_logprobs
@@ -44,7 +43,7 @@ class State:
     drafter_cache: list[LayerCache]
     length: jax.Array  # [S] int32
     last_token: jax.Array  # [S] int32
-    drafts: jax.Array  # [S, J] int32; with n-grams `NO_DRAFT` behind the last one
+    drafts: jax.Array  # [S, J] int32
     draft_probs: jax.Array | None  # [S, J, V] float32, only when drafts are sampled
     params: RequestParams
     controls: Controls | None  # None in a round without a branch, see `speculative_step`
@@ -69,13 +68,13 @@ class StepOutput:
 
 def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> State:
     """An empty state: zeroed caches, idle slots; with several devices the arrays of all."""
-    S, J, n = config.max_num_seqs + 1, config.most_drafts, config.tensor_parallel
+    S, J, n = config.max_num_seqs + 1, config.num_draft, config.tensor_parallel
     cache = lambda c: init_cache([c.attention(i) for i in range(c.num_layers)], config)
     width = n * vocabulary_rows(target.vocab_size, n)
     sampled = config.draft_sampling == "sample" and J > 0
     return State(
         target_cache=cache(target),
-        drafter_cache=[*init_history(config), *([] if drafter is None else cache(drafter))],
+        drafter_cache=[] if drafter is None else cache(drafter),
         length=jnp.zeros(S, jnp.int32),
         last_token=jnp.zeros(S, jnp.int32),
         drafts=jnp.zeros((S, J), jnp.int32),
@@ -200,8 +199,8 @@ class RoundInputs(NamedTuple):
     positions: jax.Array  # [B, K+1] int32
 
     @classmethod
-    def of(cls, state: State, plan: DecodePlan, num_draft: int, *, ngrams: bool = False) -> Self:
-        """Gathers the rows of `plan`, for K = `num_draft`; with `ngrams` a sequence may have fewer drafts."""
+    def of(cls, state: State, plan: DecodePlan, num_draft: int) -> Self:
+        """Gathers the rows of `plan`, for K = `num_draft`."""
         slots, K = plan.slots, num_draft
         params = jax.tree.map(lambda x: x[slots], state.params)
         may_verify = jnp.minimum(params.num_draft, jnp.minimum(plan.pending, K))
@@ -211,9 +210,6 @@ class RoundInputs(NamedTuple):
             newest = jnp.where(timed < 0, newest, timed)
         start = state.length[slots]
         drafts, draft_probs = _stored_drafts(state, plan, K)
-        if ngrams:
-            may_verify = jnp.minimum(may_verify, jnp.cumprod(drafts >= 0, axis=1).sum(axis=1))
-            drafts = jnp.maximum(drafts, 0)
         return cls(
             params=params._replace(num_draft=may_verify),
             start=start,
@@ -273,7 +269,6 @@ def speculative_step(
     taps: tuple[int, ...] = (),
     max_logprobs: int = 0,
     accept: AcceptRule = verify,
-    num_verified: int | None = None,
 ) -> tuple[State, StepOutput]:
     """One round: verify the stored drafts, emit 1..K+1 tokens per sequence, draft the next K.
 
@@ -298,11 +293,9 @@ def speculative_step(
       taps: the drafter's tap ids.
       max_logprobs: n, alternatives per token.
       accept: acceptance rule with the signature of `verify.verify`.
-      num_verified: with an `NgramDrafter`, most drafts to verify; None: the drafter's K.
     """
     K = 0 if drafter is None else drafter.num_draft
-    K = K if num_verified is None else num_verified
-    inputs = RoundInputs.of(state, plan, K, ngrams=num_verified is not None)
+    inputs = RoundInputs.of(state, plan, K)
     params, positions = inputs.params, inputs.positions
     attend = PagedAttention(plan.page_table, plan.slots, positions)
     hidden, tapped, cache = target(inputs.tokens, positions, state.target_cache, attend, taps=taps)

@@ -80,8 +80,6 @@ def refusal_by_default(devices: Sequence[jax.Device]) -> str | None:
 
 def refusal(devices: Sequence[jax.Device]) -> str | None:
     """Why these devices have no mailboxes; None if they may have."""
-    if jax.process_count() > 1:
-        return "the devices belong to several processes"
     if len(devices) > mailbox.MOST_DEVICES:
         return f"{len(devices)} devices are more than {mailbox.MOST_DEVICES}"
     if devices[0].platform == "cpu":

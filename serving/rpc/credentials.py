@@ -1,4 +1,4 @@
-"""TLS credentials of the gRPC port, and of connections between hosts."""
+"""TLS credentials of the gRPC port."""
 
 import grpc
 
@@ -27,8 +27,3 @@ def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
 
 def _configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
-
-
-def channel_credentials(pems: Pems) -> grpc.ChannelCredentials:
-    """Credentials of a client with these files."""
-    return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)

@@ -11,6 +11,7 @@ import pytest
 from bench import cells
 from bench.cells import Variant, Work, cells_config, compile_all
 from peagle_jax.engine.device.compilation import Failure, Progress
+from peagle_jax.engine.device.program import WriteControls
 from peagle_jax.engine.device.stored_programs import StoredPrograms, keep_in
 from tests.waiting import eventually
 
@@ -48,7 +49,10 @@ def test_what_is_not_compiled_is_said(monkeypatch):
         ]  # children use the folders of this process
         report(Progress(3, 4, 1.0))
         eventually(must_end)
-        return {(0, "prefill"): Failure("too large"), (1, None): Failure("ConfigError: no pages")}
+        return {
+            (0, WriteControls()): Failure("too large"),
+            (1, None): Failure("ConfigError: no pages"),
+        }
 
     monkeypatch.setattr(cells, "compile_missing", compile_missing)
     monkeypatch.setattr("peagle_jax.cli.runs.keep_compiled_programs", kept.append)
@@ -56,7 +60,7 @@ def test_what_is_not_compiled_is_said(monkeypatch):
     compile_all(work, 2, said.append, seconds=0.1)
     assert said.pop().startswith("2 programs compiled by 2 processes in ")
     assert said == [
-        "not compiled beforehand: peagle K=7 at (2,): the program of prefill: too large",
+        "not compiled beforehand: peagle K=7 at (2,): the program of controls: too large",
         "not compiled beforehand: none at 4: the list of programs: ConfigError: no pages",
         "1 programs are left, which compile one after another",
     ]

@@ -62,16 +62,6 @@ def test_every_method_writes_the_same_text(generate, folders, method):
 
 
 @pytest.mark.exhaustive
-def test_drafts_by_batch_size_do_not_change_the_text(generate, folders):
-    prompts = (PROMPT, PROMPT, *SHORT, "--concurrency", "2")
-    _, expected, _ = generate(*prompts, *folders.options("none"))
-    ranges = ("--num-speculative-tokens-per-batch-size", "[[1,1,2],[2,2,0]]")
-    code, out, err = generate(*prompts, *folders.options(), *ranges)
-    assert (code, out) == (0, expected)
-    assert "P-EAGLE K=0 to 2: acceptance length" in err
-
-
-@pytest.mark.exhaustive
 def test_a_choice_of_drafts_by_load_does_not_change_the_text(generate, folders):
     prompts = (PROMPT, PROMPT, *SHORT)
     _, expected, _ = generate(*prompts, *folders.options("none"), "--concurrency", "2")

@@ -28,6 +28,19 @@ def make_request(id: int, prompt: list[int], num_draft: int, *, seed=0, **fields
     return Request(id=id, prompt=prompt, params=params, num_draft=num_draft, seed=seed, **own)
 
 
+class AnyK:
+    """In place of `LoadPolicy`: each round has another K."""
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+
+    def choose(self, size: int, rows, drafts) -> int:
+        return self.rng.choice(drafts)
+
+    def record(self, rows) -> None:
+        pass
+
+
 class FakeEngine:
     """The loop of the real engine: dispatch, then commit what was dispatched `lag` steps before."""
 
@@ -40,6 +53,11 @@ class FakeEngine:
         self.ends: Counter = Counter()
         self.num_rows = self.num_refused = 0
         self.num_drafted: Counter = Counter()
+
+    def vary_k(self, rng: random.Random) -> None:
+        """Each round has another K from now on."""
+        self.scheduler.policy = AnyK(rng)
+        self.scheduler.rounds = dict.fromkeys(self.config.batch_buckets, (0, 1, 3, 5))
 
     def add(self, prompt: list[int], num_draft: int | None = None, salt=(), **fields) -> Request:
         num_draft = self.config.num_draft if num_draft is None else num_draft
@@ -70,7 +88,7 @@ class FakeEngine:
             sizes = [size for size in self.config.batch_buckets if size >= num_rows]
             assert len(calls.decode.requests) == min(sizes)
             if self.scheduler.policy is None:
-                assert calls.decode.num_draft == self.config.num_draft_at(min(sizes))
+                assert calls.decode.num_draft == self.config.num_draft
             self.num_rows += num_rows
         self.in_flight.append((calls, self.device.run(calls)))
         return calls
@@ -189,7 +207,7 @@ def check_finished(request: Request, engine: FakeEngine, matcher: Matcher | None
     check_counts(request)
     assert request.drafted == engine.num_drafted[request.id]
     assert request.unread_drafts == 0
-    if not engine.config.draft_schedule and engine.scheduler.policy is None:
+    if engine.scheduler.policy is None:
         assert request.drafted == request.rounds * request.num_draft
     n = request.params.logprobs
     if n is None:
@@ -214,8 +232,8 @@ def random_prompt(rng: random.Random, most: int, earlier: list[Request]) -> list
     return [*text[: rng.randint(1, most)], *tail][:most]
 
 
-def make_config(J, B, max_len, Z, P, T, R, N=1, schedule=(), saved=0) -> EngineConfig:
+def make_config(J, B, max_len, Z, P, T, R, N=1, saved=0) -> EngineConfig:
     return EngineConfig(
-        num_draft=J, draft_schedule=schedule, max_num_seqs=B, max_model_len=max_len, page_size=Z, num_pages=P,
+        num_draft=J, max_num_seqs=B, max_model_len=max_len, page_size=Z, num_pages=P,
         prefill_chunk=T, prefill_rows=R, prefill_calls=N, max_waiting=3, saved_rings=saved,
     )  # fmt: skip

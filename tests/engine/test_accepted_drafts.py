@@ -177,7 +177,7 @@ def test_the_rate_of_a_position_counts_the_rounds_that_verified_it():
     )
     for num_drafts, accepted in ((J, 2), (0, 0), (1, 1), (2, 0)):
         request.record_round([7] * num_drafts, accepted, accepted + 1)
-        counter.count(num_drafts, accepted, accepted + 1, num_drafts)
+        counter.count(num_drafts, accepted, accepted + 1)
     counts = Acceptance.of([request, request])
     assert counts.drafted_per_position == (6, 4, 2, 2)
     assert counter.acceptance.drafted_per_position == (3, 2, 1, 1)

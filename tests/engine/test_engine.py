@@ -365,11 +365,10 @@ def mixed_workload(engine: Engine) -> None:
 
 
 @pytest.mark.sampled(1, slow=0)
-@pytest.mark.parametrize("kind", ["K by batch size", "peagle", "none"])
+@pytest.mark.parametrize("kind", ["peagle", "none"])
 def test_nothing_compiles_after_warm_up(kind, target, tokenizer):
     head = None if kind == "none" else tiny.head()
-    schedule = [(1, 1, 2), (2, 2, 0)] if kind == "K by batch size" else ()
-    config = EngineConfig(**(SIZES | dict(max_num_seqs=2, num_pages=20, draft_schedule=schedule)))
+    config = EngineConfig(**(SIZES | dict(max_num_seqs=2, num_pages=20)))
     engine = Engine(target, head, config, tokenizer=tokenizer)
     progress = []
     engine.warm_up(lambda: progress.append(engine.programs.num_compiled))

@@ -11,15 +11,11 @@ from peagle_jax.engine.device.round_shapes import greedy_shapes, rounds_per_call
     ("options", "message"),
     [
         (dict(verify_method="block"), "needs sampled drafts"),
-        (dict(rounds_per_call=2, ngram=6), "rounds_per_call above 1 excludes"),
         (dict(rounds_per_call=2, draft_sampling="sample"), "draft_sampling sample"),
         (dict(rounds_per_call=2, greedy_rounds=False), "greedy_rounds False"),
         (dict(saved_rings=3, prefix_caching=False), "saved_rings has no effect"),
         (dict(check_replicas=True), "set tensor_parallel above 1"),
         (dict(gather="peers"), "set tensor_parallel above 1"),
-        (dict(activations="mxfp8", tensor_parallel=2), "activations=mxfp8 is for one device"),
-        (dict(ngram=6, adaptive="load"), "set adaptive to off"),
-        (dict(draft_schedule=[[1, 8, 3]], adaptive="load"), "leave one of the two out"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused_by_name(options, message):
@@ -30,6 +26,17 @@ def test_options_that_exclude_each_other_are_refused_by_name(options, message):
         EngineConfig(**alone, **needed)
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**options)
+
+
+def test_values_that_are_removed_are_refused_with_the_reason():
+    with pytest.raises(ConfigError, match="activations: 'mxfp8' is removed: no GPU had run it"):
+        EngineConfig(activations="mxfp8")
+    with pytest.raises(ConfigError, match=r"adaptive: 'survival' is removed: .*; use load"):
+        EngineConfig(adaptive="survival")
+    with pytest.raises(ConfigError, match="adaptive: 'fast' must be off or load"):
+        EngineConfig(adaptive="fast")
+    with pytest.raises(ConfigError, match="activations: 'fp4' must be bf16 or fp8"):
+        EngineConfig(activations="fp4")
 
 
 def test_several_rounds_in_a_call_have_a_program_on_every_platform():
@@ -54,7 +61,6 @@ def test_light_models_run_several_rounds_in_a_call_at_every_batch_size():
         ("cuda", 2**31, dict(), 1),
         ("cpu", 2**20, dict(), 1),
         ("tpu", 2**20, dict(), 1),
-        ("cuda", 2**20, dict(ngram=6), 1),
         ("cuda", 2**20, dict(tensor_parallel=2), 1),
         ("cuda", 2**20, dict(draft_sampling="sample"), 1),
         ("cuda", 2**20, dict(greedy_rounds=False), 1),

@@ -10,7 +10,7 @@ import pytest
 
 from bench import timing
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine.device.programs import GreedyRound
+from peagle_jax.engine.device.program import GreedyRound, Prefill, Round
 from peagle_jax.engine.host.calls import RoundShape
 from tests import programs, tiny
 
@@ -62,9 +62,9 @@ def texts(engine: Engine, params: list[SamplingParams]) -> list[list[int]]:
 
 
 def watched(engine: Engine) -> list:
-    """The keys of the programs that the engine runs from now on."""
+    """The programs that the engine runs from now on."""
     ran, dispatch = [], engine.programs._dispatch
-    engine.programs._dispatch = lambda key, *rest: ran.append(key) or dispatch(key, *rest)
+    engine.programs._dispatch = lambda call, *rest: ran.append(call) or dispatch(call, *rest)
     return ran
 
 
@@ -74,7 +74,7 @@ def test_a_greedy_round_has_no_branch():
     assert engine.programs.num_compiled == engine.num_programs == 2 + 2 * 2
     for size in (1, 2):
         shape = RoundShape(size, 2)
-        assert "conditional(" in engine.programs._compiled[shape].as_text()
+        assert "conditional(" in engine.programs._compiled[Round(shape)].as_text()
         assert "conditional(" not in engine.programs._compiled[GreedyRound(shape)].as_text()
 
 
@@ -85,8 +85,8 @@ def test_the_text_of_a_greedy_request_does_not_depend_on_the_program(other):
     engine = ready(True)
     ran = watched(engine)
     assert texts(engine, params) == texts(ready(False), params)
-    rounds = [key for key in ran if not isinstance(key, str)]
-    with_branch = [key for key in rounds if isinstance(key, RoundShape)]
+    rounds = [call for call in ran if not isinstance(call, Prefill)]
+    with_branch = [call for call in rounds if not isinstance(call, GreedyRound)]
     assert 0 < len(with_branch) < len(rounds)  # the other request ends before the greedy ones
 
 
@@ -95,13 +95,15 @@ def test_greedy_requests_alone_run_no_branch(plain_texts):
     engine.warm_up()
     ran = watched(engine)
     assert texts(engine, [GREEDY] * 4) == plain_texts
-    assert {key for key in ran if not isinstance(key, str)} == {GreedyRound(RoundShape(2, 2))}
+    assert {call for call in ran if not isinstance(call, Prefill)} == {
+        GreedyRound(RoundShape(2, 2))
+    }
 
 
 def test_only_argmax_drafts_have_greedy_rounds():
     sampled = config(True, draft_sampling="sample")
     engine = Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), sampled)
-    assert engine.programs.round_keys == engine.programs.shapes
+    assert engine.programs.rounds_of_any == tuple(map(Round, engine.programs.shapes))
 
 
 def test_greedy_rounds_compile_after_the_first_round_of_each_batch_size():
@@ -111,8 +113,8 @@ def test_greedy_rounds_compile_after_the_first_round_of_each_batch_size():
         config(True, adaptive="load"),
     )
     shapes = engine.programs.shapes
-    greedy = tuple(GreedyRound(shape) for shape in shapes[:2])
-    assert engine.programs.round_keys == (*shapes[:2], *greedy, *shapes[2:])
+    first, others = tuple(map(Round, shapes[:2])), tuple(map(Round, shapes[2:]))
+    assert engine.programs.rounds_of_any == (*first, *map(GreedyRound, shapes[:2]), *others)
 
 
 @pytest.mark.sampled(0, slow=1)
@@ -146,7 +148,7 @@ def test_texts_survive_any_sequence_of_both_programs(rounds_per_call, num_cases)
             if exact[request.id]:
                 assert request.output == wanted[request.id][:length]
                 assert length == len(wanted[request.id]) or request.finish_reason == "abort"
-    kinds = [type(key) for key in ran if not isinstance(key, str)]
+    kinds = [type(call) for call in ran if not isinstance(call, Prefill)]
     changes = sum(a is not b for a, b in itertools.pairwise(kinds))
     assert changes > 10
 

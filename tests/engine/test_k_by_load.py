@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle_jax import ConfigError, EngineConfig
-from peagle_jax.draft_schedule import adaptive_or_default
 from peagle_jax.engine.host import k_by_load
 from peagle_jax.engine.host.calls import RoundShape
 from peagle_jax.engine.host.k_by_load import (
@@ -356,18 +354,3 @@ def test_texts_and_counts_are_right_while_k_follows_changing_times(lag, monkeypa
             check_finished(request, engine)
         assert scheduler.policy.num_changes > 10
     assert seen == {0, 1, 3, 5}
-
-
-def test_a_choice_and_a_schedule_exclude_each_other():
-    schedule = [(1, 8, 3)]
-    with pytest.raises(ConfigError, match="leave one of the two out") as caught:
-        EngineConfig(adaptive="load", draft_schedule=schedule)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="adaptive: 'fast' must be off or load"):
-        EngineConfig(adaptive="fast")
-    with pytest.raises(ConfigError, match=r"adaptive: 'survival' is removed: .*; use load"):
-        EngineConfig(adaptive="survival")
-    assert EngineConfig(adaptive="off", draft_schedule=schedule).num_draft_at(4) == 3
-    assert adaptive_or_default(None, ()) == "load"
-    assert adaptive_or_default(None, tuple(schedule)) == "off"
-    assert adaptive_or_default("load", tuple(schedule)) == "load"

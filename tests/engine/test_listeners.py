@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.engine.device import transfer
 from tests import programs, tiny
 from tests.programs import OneBucketConfig
 
@@ -83,7 +84,7 @@ def test_an_interrupt_while_a_result_is_awaited_loses_nothing(wanted, monkeypatc
     assert [request.output for request in requests] == wanted
 
 
-@pytest.mark.parametrize("name", ["round", "prefill", "on_call", "schedule"])
+@pytest.mark.parametrize("name", ["round", "prefill", "upload", "schedule"])
 def test_calls_that_cannot_be_dispatched_end_their_requests(wanted, monkeypatch, name):
     """Nothing of them stays: neither their pages, nor what was said of the device's plan."""
     engine = new_engine(replace(CONFIG, prefill_chunk=2, prefill_calls=1))
@@ -94,6 +95,8 @@ def test_calls_that_cannot_be_dispatched_end_their_requests(wanted, monkeypatch,
     with monkeypatch.context() as patch:
         if name == "schedule":
             patch.setattr(engine.scheduler, name, interrupted_after(engine.scheduler.schedule))
+        elif name == "upload":
+            patch.setattr(transfer, "_unpack_into", interrupted)
         else:
             patch.setattr(engine.programs, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -114,7 +117,7 @@ def test_a_plan_that_was_not_uploaded_is_not_taken_for_the_devices(monkeypatch):
     engine.flush_prefix_cache()
     assert engine.generate([PROMPTS[0]], PARAMS)[0].tokens == first
     with monkeypatch.context() as patch:
-        patch.setattr(engine.programs, "on_call", interrupted)
+        patch.setattr(transfer, "_unpack_into", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([PROMPTS[1]], PARAMS)
     assert engine.generate([PROMPTS[1]], PARAMS)[0].tokens == second

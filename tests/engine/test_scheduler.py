@@ -28,17 +28,7 @@ CONFIGS = {
     "tiny pool": make_config(J=3, B=6, max_len=48, Z=4, P=16, T=7, R=1, N=None),
     "one request fits": make_config(J=5, B=4, max_len=50, Z=3, P=18, T=64, R=2),
     "long drafts": make_config(J=7, B=6, max_len=60, Z=8, P=20, T=8, R=3, N=2),
-    "K by batch size": make_config(
-        J=5,
-        B=6,
-        max_len=48,
-        Z=4,
-        P=20,
-        T=7,
-        R=1,
-        N=2,
-        schedule=[[1, 1, 5], [2, 2, 0], [3, 4, 3], [5, 6, 1]],
-    ),
+    "changing K": make_config(J=5, B=6, max_len=48, Z=4, P=20, T=7, R=1, N=2),
     "roomy": make_config(J=4, B=7, max_len=64, Z=16, P=None, T=16, R=2, N=None),
     "windows": make_config(J=3, B=4, max_len=64, Z=2, P=60, T=6, R=2, N=2),
     "saved windows": make_config(J=3, B=4, max_len=64, Z=2, P=60, T=6, R=3, N=2, saved=5),
@@ -86,6 +76,8 @@ def test_every_request_gets_its_own_text_in_any_mix(name, seed, lag, num_cases):
 def run_random(name: str, seed: int, lag: int, num_rounds: int) -> None:
     rng = random.Random(seed)
     engine = FakeEngine(CONFIGS[name], lag=lag, seed=seed, windows=WINDOWS.get(name, ()))
+    if name == "changing K":
+        engine.vary_k(random.Random(seed))
     requests: list[Request] = []
     for _ in range(num_rounds):
         while rng.random() < 0.4:

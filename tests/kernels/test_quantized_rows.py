@@ -106,7 +106,7 @@ def test_rows_are_quantised_on_the_way_to_their_slots(K):
 
 @pytest.mark.parametrize(("mode", "form", "wanted"), [
     ("bf16", "fp8", False), ("fp8", "fp8", True), ("fp8", "fp8_rows", True), ("fp8", "bf16", False),
-    ("fp8", "mxfp4", False), ("fp8", "mxfp8", False),
+    ("fp8", "mxfp4", False),
 ])  # fmt: skip
 def test_only_fp8_weights_take_quantised_rows(mode, form, wanted):
     values, *scale = specs.weight_of(form, 64, 128)

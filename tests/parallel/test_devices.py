@@ -7,8 +7,9 @@ import pytest
 from peagle_jax import Engine
 from peagle_jax.config import EngineConfig, ExpertsConfig
 from peagle_jax.devices import Devices
-from peagle_jax.engine.device.device_calls import PREFILL, GreedyRound
+from peagle_jax.engine.device.program import GreedyRound, Prefill, Round
 from peagle_jax.engine.host.calls import RoundShape
+from peagle_jax.engine.host.prefill_shapes import PrefillShape
 from peagle_jax.parallel import partition
 from tests import tiny
 
@@ -40,7 +41,9 @@ def test_one_device_has_the_programs_and_weights_of_no_partition():
 
 
 @pytest.mark.sampled(1, slow=1)
-@pytest.mark.parametrize("key", [GreedyRound(RoundShape(2, 3)), RoundShape(2, 3), PREFILL])
+@pytest.mark.parametrize(
+    "key", [GreedyRound(RoundShape(2, 3)), Round(RoundShape(2, 3)), Prefill(PrefillShape(1, 128))]
+)
 def test_programs_exchange_arrays_by_gathers_alone(key):
     """The order of additions of an all-reduce depends on the size of its message. An exchange of columns for rows is no
     message between GPUs."""
@@ -49,8 +52,9 @@ def test_programs_exchange_arrays_by_gathers_alone(key):
     sizes = dict(num_draft=3, max_num_seqs=2, max_model_len=32, page_size=4, greedy_rounds=True)
     head = tiny.head("selector", **heads, draft_vocab_size=50)
     engine = Engine(target, head, EngineConfig(tensor_parallel=2, **sizes))
-    lower, operands, _ = engine.programs._lowering(key, engine._state)
-    code = lower(*operands).as_text()
+    programs = engine.programs
+    lower = key.lower(programs._functions, engine._state)
+    code = lower(*programs._operands(key, engine._state)).as_text()
     assert "all_gather" in code
     assert "all_reduce" not in code
     assert "reduce_scatter" not in code

@@ -12,7 +12,7 @@ from bench.random_weights import random_target
 from pallas_kernels.peer_gather import mailbox
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError, ExpertsConfig, GlobalAttention
-from peagle_jax.engine.device.device_calls import GreedyRound
+from peagle_jax.engine.device.program import GreedyRound
 from peagle_jax.rope_config import RopeConfig
 from tests import programs, tiny
 from tests.programs import one_bucket
@@ -135,7 +135,7 @@ def test_several_rounds_in_a_call_send_the_messages_of_single_ones(gather):
     engine = Engine(model, head("peagle"), engine_config(2, rounds_per_call=3, **sizes))
     assert texts(engine) == wanted
     assert texts(engine) == wanted  # with cached prefixes
-    calls = [key for key in engine.programs.round_keys if isinstance(key, GreedyRound)]
+    calls = [key for key in engine.programs.rounds_of_any if isinstance(key, GreedyRound)]
     assert calls
     assert engine.config.repeat == 3
     if gather == "peers":
@@ -207,35 +207,6 @@ def test_a_cache_in_fp8_is_lossless_too(family):
     wanted = texts(Engine(model, None, engine_config(2, num_draft=0, **cache)))
     assert texts(Engine(model, None, engine_config(1, num_draft=0, **cache))) == wanted
     check_lossless(2, model, wanted, **cache)
-
-
-@pytest.mark.sampled(0, slow=1)
-@pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
-def test_n_gram_drafts_on_two_devices_are_those_of_one(draft_sampling):
-    """Greedy and sampled texts, with a head for where nothing matches; the target of few tokens repeats itself."""
-    model = tiny.target(seed=3, vocab_size=4, **HEADS, **tiny.ONE_LAYER)
-    sizes = dict(vocab_size=4, draft_vocab_size=4)
-    drafter = tiny.head(**sizes, **HEADS, **tiny.HEAD_OF_ONE_LAYER)
-    engines = [
-        Engine(
-            model, drafter,
-            engine_config(n, num_draft=3, ngram=2, draft_sampling=draft_sampling, max_logprobs=0),
-        )
-        for n in (2, 1)
-    ]  # fmt: skip
-    rng = np.random.default_rng(7)
-    asked = [rng.integers(0, 4, n).tolist() for n in LENGTHS]
-    params = [
-        SamplingParams(max_tokens=MAX_TOKENS, temperature=t, seed=i)
-        for i, t in enumerate((0, 1, 0, 0.7, 0))
-    ]
-    made = [
-        [one.tokens for one in one_bucket(engine).generate(asked, params)] for engine in engines
-    ]
-    assert made[0] == made[1]
-    counts = [engine.scheduler.counts.ngram for engine in engines]
-    assert counts[0] == counts[1]
-    assert counts[0].accepted > 0
 
 
 @pytest.mark.slow

@@ -51,11 +51,10 @@ def target():
 @pytest.fixture(scope="session")
 def make_engine(target, tokenizer):
     """Makes engines of the tiny model; keyword arguments override sizes. Batches are padded to the largest
-    size, unless the options are about K by batch size or load."""
+    size, unless the options are about K by load."""
 
     def make(*, head=True, with_tokenizer=True, times=None, **sizes) -> Engine:
-        of_any_batch = {"draft_schedule", "adaptive"} & sizes.keys()
-        kind = EngineConfig if of_any_batch else programs.OneBucketConfig
+        kind = EngineConfig if "adaptive" in sizes else programs.OneBucketConfig
         config = kind(**(SIZES | sizes))
         drafter = tiny.head(**tiny.HEAD_OF_ONE_LAYER) if head else None
         tokens = tokenizer if with_tokenizer else None

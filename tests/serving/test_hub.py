@@ -13,7 +13,7 @@ import pytest
 
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.host.request import Round, TokenLogprob
-from peagle_jax.engine.host.stats import Acceptance, NgramCounts
+from peagle_jax.engine.host.stats import Acceptance
 from serving import hub
 from serving.frames import Channel, Inbox, encode, packed, packed_load, unpacked, unpacked_load
 from serving.hub import Hub
@@ -91,7 +91,6 @@ def test_events_arrive_as_they_were_sent_without_the_number_of_the_process():
 def test_a_load_arrives_as_it_was_sent():
     counts = dict(
         acceptance=Acceptance(5, 6, 7, 8, (1, 2), (3, 4)),
-        ngram=NgramCounts(1, 2, 3),
     )
     numbers = {one.name: i for i, one in enumerate(fields(Load)) if one.type in (int, float)}
     load = Load(num_draft={1: 3}, **counts, **numbers)

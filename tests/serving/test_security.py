@@ -6,7 +6,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -353,16 +352,3 @@ def test_invalid_token_files_are_refused_at_the_start(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="cannot read the bearer tokens"):
         TokenFile(tmp_path / "binary")
-
-
-def test_the_token_of_the_hosts_of_one_machine_is_made_once_and_for_one_user(tmp_path):
-    path = tmp_path / "cache" / "hosts-token"
-    with ThreadPoolExecutor(4) as pool:
-        tokens = set(pool.map(lambda _: bearer_tokens.own_token(path), range(8)))
-    assert len(tokens) == 1
-    assert len(next(iter(tokens))[0]) == 64
-    assert [one.name for one in path.parent.iterdir()] == ["hosts-token"]
-    assert path.stat().st_mode & 0o777 == 0o600
-    path.chmod(0o640)
-    with pytest.raises(ConfigError, match="only this user can read"):
-        bearer_tokens.own_token(path)

@@ -63,14 +63,11 @@ def test_every_option_exists_in_all_three_places(file):
         page=False, prefix_caching=False, prompt_logprobs=True, prefill_calls=3, saved_rings=5,
         prefill_chunk=77, prefill_rows=3, small_prefills=True,
         allowed_origins="http://a:1", max_connections=7, max_connections_per_address=3, otlp_endpoint="http://host:4317",
-        num_speculative_tokens_per_batch_size="[[1,8,7],[9,64,0]]", adaptive="off",
+        adaptive="off",
         selector=False, draft_sampling="sample", verify_method="block", api_processes=2, ready="first", compile_only=True,
     )  # fmt: skip
     tls = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
-    hosts = dict(tensor_parallel=2, num_hosts=2, host_index=1, coordinator="127.0.0.1:7000")
-    together = dict.fromkeys(tls, tls) | dict.fromkeys(hosts, hosts)
-    files = dict(hosts_tls_cert="cert", hosts_tls_key="key", hosts_tls_ca="ca")
-    together |= dict.fromkeys(files, files | hosts)
+    together = dict.fromkeys(tls, tls)
     for name in NAMES:
         default = getattr(Settings(), name)
         value = special.get(name, default + 1 if isinstance(default, int | float) else "text")
@@ -86,20 +83,6 @@ def test_every_option_exists_in_all_three_places(file):
         expected = Settings(**given)
         assert expected != Settings()
         assert settings(*flags) == settings(**environment) == settings(*file(yaml)) == expected
-
-
-def test_k_by_batch_size_reaches_the_engine(file):
-    ranges, name = "[[1, 8, 7], [9, 64, 0]]", "num-speculative-tokens-per-batch-size"
-    for found in (settings(f"--{name}", ranges), settings(*file(f"{name}: {ranges}"))):
-        config = engine_config(found)
-        assert [config.num_draft_at(size) for size in (8, 16, 64)] == [7, 0, 0]
-    assert engine_config(settings()).draft_schedule == ()
-    with pytest.raises(
-        ConfigError, match=r"variable PEAGLE_NUM_SPECULATIVE.*=\[9, 8, 3\]: batch sizes must begin"
-    ):
-        settings(PEAGLE_NUM_SPECULATIVE_TOKENS_PER_BATCH_SIZE="[[9, 8, 3]]")
-    with pytest.raises(ConfigError, match="has no effect"):
-        settings("--method", "none", f"--{name}", ranges)
 
 
 @pytest.mark.parametrize(
@@ -121,14 +104,9 @@ def test_k_has_the_short_option_of_the_other_commands():
 
 
 def test_the_load_chooses_k_unless_k_is_fixed():
-    ranges = ("--num-speculative-tokens-per-batch-size", "[[1, 8, 3]]")
     adaptive = lambda *words: engine_config(settings(*words)).adaptive
     assert adaptive() == adaptive("--adaptive", "load") == "load"
-    assert adaptive("--adaptive", "off") == adaptive(*ranges) == "off"
-    assert adaptive("--adaptive", "off", *ranges) == "off"
-    with pytest.raises(ConfigError, match="leave one of the two out") as caught:
-        adaptive("--adaptive", "load", *ranges)
-    assert "\n" not in str(caught.value)
+    assert adaptive("--adaptive", "off") == "off"
     with pytest.raises(ConfigError, match="ADAPTIVE"):
         settings(PEAGLE_ADAPTIVE="fast")
     with pytest.raises(ConfigError, match="has no effect"):
@@ -179,8 +157,7 @@ def test_negations_and_words_for_truth(file):
         ("[" * 100_000, "nested too deeply"),
         ("reflection: !!bool some", "cannot be read as YAML (the value does not fit its tag)"),
         ("port: !!timestamp some", "cannot be read as YAML (the value does not fit its tag)"),
-        ("num-speculative-tokens-per-batch-size: [[2026-11-22]]", "must be three whole numbers"),
-        ("num-speculative-tokens-per-batch-size: [!!binary aGk=]", "must be three whole numbers"),
+        ("num-speculative-tokens-per-batch-size: [[1, 8, 7]]", "is removed: adaptive load finds"),
         ("kv-cache-memory: " + "9" * 400, "is not a size"),
         ("kv-cache-memory: " + "9" * 308 + "tb", "is not a size"),
     ],
@@ -394,12 +371,3 @@ def test_sizes(text, size):
 def test_what_is_no_size(text):
     with pytest.raises(ConfigError, match="not a size"):
         num_bytes(text)
-
-
-@pytest.mark.parametrize("text", ["[]", "[[1,4,99]]", "[[1,4]]", "{}", "[[1,4,8]]"])
-def test_a_schedule_that_asks_for_nothing_or_too_much_is_refused(text, file):
-    name = "num-speculative-tokens-per-batch-size"
-    with pytest.raises(ConfigError, match=r"num.speculative.tokens.per.batch.size") as caught:
-        settings(*file(f"{name}: {text}\n"))
-    assert "\n" not in str(caught.value)
-    assert settings(f"--{name}=[[1,4,7]]")

@@ -36,8 +36,8 @@ import jax
 from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.engine.device import stored_programs
-from peagle_jax.engine.device.device_calls import Key, spelled
 from peagle_jax.engine.device.memory import free_host_bytes
+from peagle_jax.engine.device.program import Program
 from peagle_jax.method.step import AcceptRule
 from peagle_jax.text import child_python
 
@@ -82,7 +82,12 @@ class Recipe:
     accept: AcceptRule
 
 
-Maker = Callable[[], tuple[Any, Any, Sequence[Key]]]
+def named(one: Program | None) -> str:
+    """A program's name for people; of None "the list of programs"."""
+    return "the list of programs" if one is None else str(one)
+
+
+Maker = Callable[[], tuple[Any, Any, Sequence[Program]]]
 """A recipe that can be pickled too: -> the `Programs` of an engine of shapes, their state, and the
 keys of those that it needs. Children call it."""
 
@@ -126,22 +131,22 @@ class Job(NamedTuple):
     it lists, each a key and a file."""
 
     recipe: int
-    key: Key | None = None
+    key: Program | None = None
     file: str | None = None
     """The program's, if a child has listed it."""
 
 
 def compile_missing(
     recipes: Sequence[Recipe | Maker],
-    missing: Sequence[Sequence[Key] | None],
+    missing: Sequence[Sequence[Program] | None],
     *,
     jobs: int | None = None,
     has_low_priority: bool = False,
     must_end: Callable[[], bool] = lambda: False,
     report: Callable[[Progress], None] = lambda progress: None,
-    on_done: Callable[[int, Key], None] = lambda recipe, key: None,
+    on_done: Callable[[int, Program], None] = lambda recipe, key: None,
     on_ready: Callable[[int], object] = lambda recipe: None,
-) -> dict[tuple[int, Key | None], Failure]:
+) -> dict[tuple[int, Program | None], Failure]:
     """Compiles programs onto disk, in child processes.
 
     Args:
@@ -210,7 +215,7 @@ class _Run:
         self._equal: dict[str, list[Job]] = {}
         """Jobs by file; the first of a file compiles it for all."""
         self._attempts: collections.Counter[Job] = collections.Counter()
-        self.failed: dict[tuple[int, Key | None], Failure] = {}
+        self.failed: dict[tuple[int, Program | None], Failure] = {}
         report(self._progress())
 
     def work(self) -> None:
@@ -232,7 +237,7 @@ class _Run:
                     child = None
                     self._attempts[job] += 1
                     if self._attempts[job] < _ATTEMPTS:
-                        _log.warning("%s; %s is tried once more", died, spelled(job.key))
+                        _log.warning("%s; %s is tried once more", died, named(job.key))
                         with self._changed:
                             self._todo.appendleft(job)
                         continue
@@ -256,7 +261,7 @@ class _Run:
                 self._changed.wait(_POLL_SECONDS)
             return None
 
-    def _ended(self, job: Job, answer: list[tuple[Key, str]] | Failure | None) -> None:
+    def _ended(self, job: Job, answer: list[tuple[Program, str]] | Failure | None) -> None:
         with self._changed:
             self._done += job.key is not None
             if isinstance(answer, Failure):
@@ -316,7 +321,9 @@ class _Child:
         with contextlib.suppress(OSError):  # `ask` finds out
             self._connection.send_bytes(setup)
 
-    def ask(self, job: Job, must_end: Callable[[], bool]) -> list[tuple[Key, str]] | Failure | None:
+    def ask(
+        self, job: Job, must_end: Callable[[], bool]
+    ) -> list[tuple[Program, str]] | Failure | None:
         """Compiles a program onto disk, or lists those of a recipe. Returns the list, or why there
         is nothing.
 

@@ -18,7 +18,7 @@ import jax
 from peagle_jax.devices import Devices
 from peagle_jax.engine.device import stored_programs
 from peagle_jax.engine.device.compilation import Failure, Job, Recipe, Setup, messages, unpickle
-from peagle_jax.engine.device.device_calls import Key
+from peagle_jax.engine.device.program import Program
 from peagle_jax.engine.device.programs import Programs
 
 _PR_SET_PDEATHSIG = 1
@@ -52,7 +52,7 @@ class _Compiler:
         self._pickled, self._recipes = setup.recipes, []
         self._made: dict[int, tuple] = {}
 
-    def answer(self, job: Job) -> list[tuple[Key, str]] | Failure | None:
+    def answer(self, job: Job) -> list[tuple[Program, str]] | Failure | None:
         """Compiles a program of a recipe onto disk, or lists what the recipe lacks there. Returns
         the list, or why there is nothing."""
         try:
@@ -80,19 +80,13 @@ class _Compiler:
 
 def programs_of(recipe: Recipe) -> tuple[Programs, object]:
     """The programs of a recipe, and the shapes of their state. They compile and cannot run."""
-    config = recipe.config
-    devices = Devices(
-        config.tensor_parallel,
-        check_replicas=config.check_replicas,
-        peers=config.gather == "peers",
-    )
     programs = Programs(
         recipe.target,
         recipe.drafter,
-        config,
+        recipe.config,
         taps=recipe.taps,
         accept=recipe.accept,
-        devices=devices,
+        devices=Devices.of(recipe.config),
     )
     return programs, programs.init_state(recipe.target_config, recipe.drafter_config)
 

@@ -20,7 +20,7 @@ from peagle_jax.config import (
     EngineConfig,
     TargetConfig,
 )
-from peagle_jax.devices import first_devices, own_devices
+from peagle_jax.devices import first_devices
 from peagle_jax.engine.device.round_shapes import round_shapes
 from peagle_jax.engine.host.prefill_shapes import prefill_shapes
 from peagle_jax.engine.host.stats import DeviceMemory
@@ -28,7 +28,6 @@ from peagle_jax.method.adjust import slot_bytes
 from peagle_jax.method.plan import mask_words
 from peagle_jax.method.prompt_scores import BLOCK
 from peagle_jax.models.cache import ring_rows
-from peagle_jax.parallel.processes import least
 from peagle_jax.parallel.shares import local_attention, vocabulary_rows
 
 _log = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ def carve_holes(num_devices: int) -> list[jax.Array]:
     """
     sizes = [size for size, count in _HOLES.items() for _ in range(count)]
     put = lambda count, device: jax.device_put(np.zeros(count, np.int8), device)
-    devices = own_devices(num_devices)
+    devices = first_devices(num_devices)
     pairs = [(put(size, device), put(1, device)) for device in devices for size in sizes]
     jax.block_until_ready(pairs)
     for hole, _ in pairs:
@@ -67,6 +66,11 @@ def carve_holes(num_devices: int) -> list[jax.Array]:
 def _layers(target: TargetConfig, drafter: DrafterConfig | None) -> list[AttentionConfig]:
     models = [target] if drafter is None else [target, drafter]
     return [model.attention(i) for model in models for i in range(model.num_layers)]
+
+
+def windows_of(target: TargetConfig, drafter: DrafterConfig | None) -> set[int]:
+    """Sizes of the sliding windows in the layers of target and drafter."""
+    return {layer.window for layer in _layers(target, drafter)} - {None}
 
 
 def _token_bytes(layer: AttentionConfig, config: EngineConfig) -> int:
@@ -125,7 +129,7 @@ def has_long_prefills(
       ConfigError: they are asked for, and a layer has a window, whose ring holds the rows of one
         chunk only.
     """
-    has_windows = any(layer.window is not None for layer in _layers(target, drafter))
+    has_windows = bool(windows_of(target, drafter))
     if config.long_prefills and has_windows:
         raise ConfigError.of("long_prefills", "a layer has a sliding window; leave it out")
     return (
@@ -168,41 +172,35 @@ def control_bytes(target: TargetConfig, config: EngineConfig) -> int:
 
 
 def draft_bytes(target: TargetConfig, config: EngineConfig) -> int:
-    """Bytes in a state of the drafts' distributions, where they are sampled, and of the texts that
-    n-grams search."""
-    slots, laws, texts = config.max_num_seqs + 1, 0, 0
-    if config.draft_sampling == "sample":
-        width = vocabulary_rows(target.vocab_size, config.tensor_parallel)
-        laws = 4 * slots * config.most_drafts * width
-    if config.ngram:
-        texts = 4 * slots * config.max_model_len
-    return laws + texts
+    """Bytes in a state of the drafts' distributions, where they are sampled."""
+    if config.draft_sampling != "sample":
+        return 0
+    width = vocabulary_rows(target.vocab_size, config.tensor_parallel)
+    return 4 * (config.max_num_seqs + 1) * config.num_draft * width
 
 
 def free_bytes(num_devices: int) -> int | None:
-    """Least free memory of the devices in bytes, over all processes; None when the platform does
-    not report it.
+    """Least free memory of the devices in bytes; None when the platform does not report it.
 
     Arrays that only dead cycles hold are freed first. A server collects no garbage while it starts,
     and modules are cycles: the weights that others have replaced would count as used.
     """
     gc.collect()
-    devices = own_devices(num_devices)
+    devices = first_devices(num_devices)
     stats = [device.memory_stats() for device in devices]
     if all(stats):
-        return least(min(_usable_bytes(device) - device["bytes_in_use"] for device in stats))
+        return min(_usable_bytes(device) - device["bytes_in_use"] for device in stats)
     if devices[0].platform != "cpu":
         return None
     free = free_host_bytes()
-    return None if free is None else least(free // len(devices))  # they share the host's memory
+    return None if free is None else free // len(devices)  # they share the host's memory
 
 
 def device_memory(num_devices: int) -> dict[int, DeviceMemory]:
-    """By rank, those of the devices of this process whose platform reports them; a CPU does not."""
+    """By rank, of the devices whose platform reports it; a CPU does not."""
     memory = {}
-    own = own_devices(num_devices)
     for rank, device in enumerate(first_devices(num_devices)):
-        if device in own and (stats := device.memory_stats()):
+        if stats := device.memory_stats():
             names = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
             memory[rank] = DeviceMemory(*(stats[name] for name in names))
     return memory

@@ -15,7 +15,7 @@ from peagle_jax.method.step import StepOutput
 
 def prefill_output(config: EngineConfig, shape: PrefillShape, *, scores: bool) -> StepOutput:
     """Output of a prefill call; `scores`: with log-probabilities of prompts."""
-    output = _output(shape.rows, 1, config.most_drafts, config.max_logprobs)
+    output = _output(shape.rows, 1, config.num_draft, config.max_logprobs)
     if not scores:
         return output
     rows = tuple(shape)
@@ -29,7 +29,7 @@ def prefill_output(config: EngineConfig, shape: PrefillShape, *, scores: bool) -
 def round_output(config: EngineConfig, shape: RoundShape, *, is_greedy: bool) -> StepOutput:
     """Output of a round, or of all rounds of a call for greedy requests, then with a leading
     axis."""
-    sizes = (shape.size, shape.num_draft + 1, config.num_made(shape.num_draft))
+    sizes = (shape.size, shape.num_draft + 1, shape.num_draft)
     output = _output(*sizes, config.max_logprobs)
     if not is_greedy:
         return output

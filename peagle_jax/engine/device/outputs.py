@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from peagle_jax.engine.host.calls import DecodeCall, PrefillCall
-from peagle_jax.engine.host.commits import Update
 from peagle_jax.engine.host.prompt_logprobs import store_prompt_logprobs
 from peagle_jax.engine.host.request import BatchLogprobs, Request
-from peagle_jax.engine.host.scheduler import Scheduler
+from peagle_jax.engine.host.scheduler import Scheduler, Update
 from peagle_jax.method.step import StepOutput
 
 OnUpdate = Callable[[Request, list[int]], object]
@@ -49,10 +48,9 @@ def _committed(
         logprobs = BatchLogprobs(output.logprobs, output.top_ids, output.top_logprobs)
     if output.prompt is not None:
         store_prompt_logprobs(call, output.prompt)
-    results = (tokens, count, output.drafts, logprobs)
-    if isinstance(call, PrefillCall):
-        return scheduler.commit_prefill(call, *results)
-    return scheduler.commit_decode(call, *results)
+    is_prefill = isinstance(call, PrefillCall)
+    commit_call = scheduler.commit_prefill if is_prefill else scheduler.commit_decode
+    return commit_call(call, tokens, count, output.drafts, logprobs)
 
 
 class Listener:

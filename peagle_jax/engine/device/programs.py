@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,53 +28,40 @@ import numpy as np
 from pallas_kernels import dispatch
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.devices import Devices
-from peagle_jax.engine.device import layouts, ring_copies
+from peagle_jax.engine.device import layouts
 from peagle_jax.engine.device.compilation import Recipe
 from peagle_jax.engine.device.compiler_options import compiler_options
-from peagle_jax.engine.device.device_calls import (
-    CONTROLS,
-    PREFILL,
-    RINGS,
-    SCORED_PREFILL,
-    Compile,
-    CopyRings,
-    DeviceCall,
-    GreedyRound,
-    Key,
-    Run,
-    WriteControls,
-    prefill_key,
-)
+from peagle_jax.engine.device.functions import make_functions
 from peagle_jax.engine.device.memory import carve_holes
-from peagle_jax.engine.device.output_shapes import prefill_output, round_output, spec_of
-from peagle_jax.engine.device.read_only_state import join, split, without
+from peagle_jax.engine.device.output_shapes import spec_of
+from peagle_jax.engine.device.program import (
+    Call,
+    CopyRings,
+    GreedyRound,
+    Prefill,
+    Program,
+    Round,
+    WriteControls,
+)
 from peagle_jax.engine.device.round_shapes import greedy_shapes, round_shapes
 from peagle_jax.engine.device.stored_programs import StoredPrograms
 from peagle_jax.engine.device.stored_times import StoredTimes
-from peagle_jax.engine.device.transfer import Resident, Result, pack, pack_on_device, unpack
-from peagle_jax.engine.host.calls import DecodeCall, RoundShape, idle_prefill, timed_plan
-from peagle_jax.engine.host.controls import idle_controls
+from peagle_jax.engine.device.transfer import Resident, Result
+from peagle_jax.engine.host.calls import RoundShape, timed_plan
 from peagle_jax.engine.host.prefill_shapes import PrefillShape, full_shape, prefill_shapes
-from peagle_jax.method import adjust, step
-from peagle_jax.method.drafter import with_num_draft
-from peagle_jax.method.plan import ControlsPlan, DecodePlan, PrefillPlan, mask_words
-from peagle_jax.method.repeated_rounds import speculative_rounds
+from peagle_jax.method import step
+from peagle_jax.method.plan import ControlsPlan, DecodePlan, PrefillPlan
 from peagle_jax.models.quantized_activations import with_activations
 
 AT_ONCE = max(4, min(8, (os.cpu_count() or 1) // 2))
-"""Programs that a process loads or compiles at the same time: in `Programs.warm_up`, and as a
-follower."""
+"""Programs that `Programs.warm_up` loads or compiles at the same time."""
 
 _FIRST_CALLS = 2
 
 
 class Programs:
-    """Compiles and caches the programs. Weights are passed as flat leaves: the cheapest dispatch.
-
-    Attributes:
-      on_call: called with each call before it is performed, by the thread that asks for it.
-        Processes that `perform` all of them in this order hold equal state.
-    """
+    """Compiles and caches the programs. Weights are passed as flat leaves: the cheapest
+    dispatch."""
 
     def __init__(
         self,
@@ -88,15 +74,27 @@ class Programs:
         devices: Devices | None = None,
     ):
         self._config = config
-        self.on_call: Callable[[DeviceCall], None] = lambda call: None
         self.shapes = round_shapes(config)
         """Shapes of the rounds that `warm_up` compiles without a choice of its own."""
-        first = len(config.batch_buckets)
-        greedy = map(GreedyRound, greedy_shapes(config))
-        self.round_keys: tuple[Key, ...] = (*self.shapes[:first], *greedy, *self.shapes[first:])
+        rounds, count = tuple(map(Round, self.shapes)), len(config.batch_buckets)
+        greedy = tuple(map(GreedyRound, greedy_shapes(config)))
+        self.rounds_of_any: tuple[Call, ...] = (*rounds[:count], *greedy, *rounds[count:])
         """All rounds, in the order in which they compile."""
-        self._prefill_shapes = {prefill_key(one, config): one for one in prefill_shapes(config)}
-        self.small_prefills: tuple[Key, ...] = tuple(self._prefill_shapes)[:-1]
+        served = {one.shape for one in greedy}
+        self.rounds_of_greedy = tuple(
+            one for one in self.rounds_of_any if one in greedy or one.shape not in served
+        )
+        """Those of `rounds_of_any` that greedy requests without logprobs and controls need."""
+        full = full_shape(config)
+        self.small_prefills: tuple[Call, ...] = tuple(
+            Prefill(shape) for shape in prefill_shapes(config) if shape != full
+        )
+        self.full_prefills = tuple(
+            Prefill(full, scores) for scores in (False, True)[: 1 + config.prompt_logprobs]
+        )
+        """The largest prefill, and with `prompt_logprobs` the one that scores prompts."""
+        self.copies = WriteControls(), *[CopyRings()] * bool(config.saved_rings)
+        """Programs that only move data: the controls of a request, and the rings of a beginning."""
         devices = devices or Devices()
         target = with_activations(target, config)
         weights, structure = jax.tree.flatten((target, drafter))
@@ -104,42 +102,12 @@ class Programs:
         self._taps, self._accept = taps, accept
         self._devices, self._weights = devices, devices.take_weights(weights)
         self.stored_times = StoredTimes(self._weights, structure, config)
-        static = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
+        rules = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
         places = [dispatch.default_device()] if devices.mesh is None else [*devices.mesh.devices]
-        self._stored = StoredPrograms(structure, config, places, static)
-
-        def models(weights, num_made):
-            target, drafter = jax.tree.unflatten(structure, devices.leaves(weights))
-            return target, with_num_draft(drafter, num_made)
-
-        # Donated buffers: the state (caches are updated in place) and the previous call's output.
-        @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames="scores")
-        @devices.program
-        def prefill(weights, state, plan, mask, previous, *, scores):
-            args = (*models(weights, config.most_drafts), state, plan, mask)
-            state, output = step.prefill(*args, scores=scores, **static)
-            return state, pack_on_device(output)
-
-        shape = ("num_draft", "repeat")
-
-        @partial(jax.jit, donate_argnums=(1, 4), keep_unused=True, static_argnames=shape)
-        @devices.program
-        def speculative_step(weights, written, plan, mask, previous, kept, *, num_draft, repeat):
-            own, state = partial(models, weights, config.num_made(num_draft)), join(written, kept)
-            if repeat > 1:
-                state, output = speculative_rounds(own, state, plan, repeat=repeat, **static)
-            else:
-                rest = dict(static, num_verified=num_draft if config.ngram else None)
-                state, output = step.speculative_step(*own(), state, plan, mask, **rest)
-            return without(state, kept), pack_on_device(output)
-
-        @partial(jax.jit, donate_argnums=0)
-        def controls(all_controls, packed):
-            return adjust.fill(all_controls, unpack(packed, idle_controls(config)))
-
-        self._prefill, self._round, self._controls = prefill, speculative_step, controls
-        self._compiled: dict[Key, Callable] = {}
-        self._resident: dict[Key, Resident] = {}
+        self._stored = StoredPrograms(structure, config, places, rules)
+        self._functions = make_functions(structure, config, devices, taps, accept)
+        self._compiled: dict[Program, Callable] = {}
+        self._resident: dict[Call, Resident] = {}
         self._lock = threading.Lock()
         self._layouts_are_free = devices.count == 1 and dispatch.platform() in layouts.PLATFORMS
         self._between_holes = carve_holes(devices.count) if dispatch.platform() == "cuda" else []
@@ -169,8 +137,8 @@ class Programs:
     ):
         """Dispatches one prefill call; `state` is consumed. Returns the next state and a
         `Result`."""
-        key = prefill_key(PrefillShape(*plan.tokens.shape), self._config)
-        return self._dispatch(SCORED_PREFILL if scores else key, state, plan, mask)
+        shape = full_shape(self._config) if scores else PrefillShape(*plan.tokens.shape)
+        return self._dispatch(Prefill(shape, scores), state, plan, mask)
 
     def round(
         self,
@@ -186,151 +154,85 @@ class Programs:
           is_greedy: whether all requests are greedy, want no logprobs and have no controls or
             masks.
         """
-        key = GreedyRound(shape)
-        key = key if is_greedy and key in self._resident else shape
-        return self._dispatch(key, state, plan, mask)
+        greedy = GreedyRound(shape)
+        chosen = greedy if is_greedy and greedy in self._resident else Round(shape)
+        return self._dispatch(chosen, state, plan, mask)
 
     def control(self, state: step.State, plan: ControlsPlan) -> step.State:
         """Dispatches the write of a request's sampling controls; `state` is consumed."""
-        return self._call(state, WriteControls(pack(plan)))[0]
+        write = WriteControls()
+        return write.run(self._ready(write, state), state, plan)
 
     def copy_rings(self, state: step.State, source: int, target: int) -> step.State:
         """Dispatches the copy of all rings of one row to another; `state` is consumed."""
-        return self._call(state, CopyRings(source, target))[0]
+        copy = CopyRings()
+        return copy.run(self._ready(copy, state), state, source, target)
 
     def _dispatch(
         self,
-        key: Key,
+        call: Call,
         state: step.State,
         plan: PrefillPlan | DecodePlan,
         mask: np.ndarray | None,
     ) -> tuple[step.State, Result]:
-        if key not in self._resident:
-            self._prepare(key, state)
-        return self._call(state, Run(key, *self._resident[key].changes(plan, mask)))
-
-    def _call(self, state: step.State, call: DeviceCall) -> tuple[step.State, Result | None]:
-        self.on_call(call)
-        return self.perform(state, call)
-
-    def perform(self, state: step.State, call: DeviceCall) -> tuple[step.State, Result | None]:
-        """Performs a call of these programs or, in their order, one of equal programs elsewhere.
-
-        `state` is consumed, but for `Compile`.
-
-        Returns:
-          The next state, and the result of a `Run`.
-        """
-        match call:
-            case Run():
-                return self._run(state, call)
-            case WriteControls(packed):
-                written = self._ready(CONTROLS, state)(state.controls, packed)
-                return replace(state, controls=written), None
-            case CopyRings(source, target):
-                program = self._ready(RINGS, state)
-                copied = program(*ring_copies.operands(state, source, target))
-                return ring_copies.with_copied(state, copied), None
-            case Compile(keys):
-                for key in keys:
-                    self._ready(key, state)
-                return state, None
-
-    def _ready(self, key: Key, state: step.State) -> Callable:
-        """The program of `key`, compiled if it is not yet."""
-        if key not in (self._compiled if key in (CONTROLS, RINGS) else self._resident):
-            self._prepare(key, state)
-        return self._compiled[key]
-
-    def _run(self, state: step.State, call: Run) -> tuple[step.State, Result]:
-        program, resident = self._ready(call.key, state), self._resident[call.key]
-        resident.upload(call.plan, call.mask)
-        given = (resident.plan, resident.mask, resident.bits)
-        if isinstance(call.key, str):
-            state, resident.bits = program(self._weights, state, *given)
-        else:
-            written, kept = split(state, call.key)
-            written, resident.bits = program(self._weights, written, *given, kept)
-            state = join(written, (state.params, state.controls))
+        if call not in self._resident:
+            self._prepare_call(call, state)
+        resident = self._resident[call]
+        resident.upload(plan, mask)
+        state = call.run(self._compiled[call], self._weights, state, resident)
         return state, Result(resident.bits, resident.layout)
 
-    def _prepare(self, key: Key, state: step.State) -> None:
-        """Compiles the program of `key`, and those that copy its plan and mask in."""
-        if self._layouts_are_free and key not in (CONTROLS, RINGS, self.round_keys[0]):
-            self._prepare(self.round_keys[0], state)  # it chooses the layouts for all
-        lower, operands, make_resident = self._lowering(key, state)
-        self._compile(key, lower, operands)
-        if make_resident is not None:
-            resident = make_resident()
-            resident.compile()
-            # A program that two threads prepare keeps its first buffers: a plan may lie there.
-            self._resident.setdefault(key, resident)
+    def _ready(self, one: Program, state: step.State) -> Callable:
+        """The program, compiled if it is not yet."""
+        if one not in self._compiled:
+            made = self._make(one, state)
+            with self._lock:
+                self._compiled.setdefault(one, made)
+        return self._compiled[one]
 
-    def _lowering(
-        self, key: Key, state: step.State
-    ) -> tuple[Callable, tuple, Callable[[], Resident] | None]:
-        """The function that lowers the program of `key`, the shapes of its operands, and the maker
-        of the buffers of its calls.
+    def _prepare_call(self, call: Call, state: step.State) -> None:
+        """Compiles a program, and those that copy its plan and mask in."""
+        self._ready(call, state)
+        resident = call.resident(self._functions, state)
+        resident.compile()
+        # A program that two threads prepare keeps its first buffers: a plan may lie there.
+        self._resident.setdefault(call, resident)
 
-        `state` may be one of shapes.
-        """
-        specs = lambda *operands: jax.tree.map(spec_of, operands)
-        if key == CONTROLS:
-            packed = pack(idle_controls(self._config))
-            return self._controls.lower, specs(state.controls, packed), None
-        if key == RINGS:
-            operands = ring_copies.operands(state)
-            return ring_copies.program(operands[0]).lower, specs(*operands), None
-        config, is_greedy, idle = self._config, isinstance(key, GreedyRound), self._idle_plan(key)
-        if isinstance(key, str):
-            scores, T = key == SCORED_PREFILL, 1
-            shape = self._prefill_shape(key)
-            rows, lower = shape.rows, partial(self._prefill.lower, scores=scores)
-            output = prefill_output(config, shape, scores=scores)
-            parts = (state,)
-        else:
-            shape = key.shape if is_greedy else key
-            rows, T, repeat = shape.size, shape.num_draft + 1, config.repeat if is_greedy else 1
-            sizes = dict(num_draft=shape.num_draft, repeat=repeat)
-            lower = partial(self._round.lower, **sizes)
-            output = round_output(config, shape, is_greedy=is_greedy)
-            parts = split(state, key)
-        mask_shape = (rows, T, mask_words(state.controls.counts.shape[1]))
-        if is_greedy:
-            mask_shape = None
-        output = self._devices.reported(output)
-        buffers = idle, mask_shape, output, self._devices.copied
-        written, *kept = parts
-        others = (written, *Resident.shapes(*buffers), *kept)
+    def _make(self, one: Program, state: step.State) -> Callable:
+        """The program, from disk or compiled onto it; `state` may be one of shapes."""
+        operands = self._operands(one, state)
+        lower = one.lower(self._functions, state)
+        results = one.results(one.operands(self._functions, state))
+        return self._stored.program(repr(one), operands, results, lower, compiler_options())
+
+    def _operands(self, one: Program, state: step.State) -> tuple:
+        """Shapes of all that a program takes."""
+        operands = one.operands(self._functions, state)
+        if one in self.copies:
+            return operands
         if self._layouts_are_free:
-            layouts.move(self._weights, self._round, key, specs(*others))
-            self._layouts_are_free = False
-        make_resident = partial(Resident, *buffers)
-        return lower, specs(layouts.shapes(self._weights), *others), make_resident
+            self._move_weights(state)
+        weights = jax.tree.map(spec_of, layouts.shapes(self._weights))
+        return weights, *operands
 
-    def _prefill_shape(self, key: str) -> PrefillShape:
-        return self._prefill_shapes.get(key, full_shape(self._config))
+    def _move_weights(self, state: step.State) -> None:
+        """Moves the weights into the layouts of the first round, for which all others compile."""
+        first = self.rounds_of_any[0]
+        others = first.operands(self._functions, state)
+        layouts.move(self._weights, self._functions.round, first.shape, others)
+        self._layouts_are_free = False
 
-    def _idle_plan(self, key: Key) -> PrefillPlan | DecodePlan:
-        """The plan of a call without a request."""
-        if isinstance(key, str):
-            return idle_prefill(self._config, self._prefill_shape(key))
-        shape = key.shape if isinstance(key, GreedyRound) else key
-        return DecodeCall.build([], shape, self._config).plan
+    def file_of(self, one: Program, state: step.State) -> Path | None:
+        """Where a program is kept on disk; None if programs are not kept. `state` may be one of
+        shapes."""
+        return self._stored.path_of(repr(one), self._operands(one, state), compiler_options())
 
-    def file_of(self, key: Key, state: step.State) -> Path | None:
-        """Where the program of `key` is kept on disk; None if programs are not kept. `state` may be
-        one of shapes."""
-        _, operands, _ = self._lowering(key, state)
-        return self._stored.path_of(repr(key), operands, compiler_options())
-
-    def store(self, key: Key, state: step.State) -> None:
-        """Compiles the program of `key` onto disk only, and those of its transfers into jax's own
-        cache. `state` may be one of shapes, and the weights too."""
-        lower, operands, make_resident = self._lowering(key, state)
-        self._make(key, lower, operands)
-        if make_resident is not None and jax.config.jax_compilation_cache_dir is not None:
-            make_resident().compile()
+    def store(self, one: Program, state: step.State) -> None:
+        """Compiles a program onto disk only, and those of its transfers into jax's own cache.
+        `state` may be one of shapes, and the weights too."""
+        self._make(one, state)
+        if one not in self.copies and jax.config.jax_compilation_cache_dir is not None:
+            one.resident(self._functions, state).compile()
 
     def recipe(self, target: TargetConfig, drafter: DrafterConfig | None) -> Recipe:
         """What another process needs to compile these programs.
@@ -347,64 +249,47 @@ class Programs:
             accept=self._accept,
         )
 
-    def not_on_disk(self, keys: Sequence[Key], state: step.State) -> tuple[Key, ...] | None:
-        """Those of `keys` that are neither compiled nor on disk; None if programs are not kept on
+    def not_on_disk(self, some: Sequence[Program], state: step.State) -> tuple[Program, ...] | None:
+        """Those of `some` that are neither compiled nor on disk; None if programs are not kept on
         disk."""
-        files = {key: self.file_of(key, state) for key in keys if key not in self._compiled}
+        files = {one: self.file_of(one, state) for one in some if one not in self._compiled}
         if None in files.values():
             return None
-        return tuple(key for key, file in files.items() if not file.exists())
-
-    def _make(self, key: Key, lower: Callable, operands: tuple) -> Callable:
-        results = operands[0] if key in (CONTROLS, RINGS) else (operands[1], operands[4])
-        options = compiler_options()
-        return self._stored.program(repr(key), operands, results, lower, options)
-
-    def _compile(self, key: Key, lower: Callable, operands: tuple) -> None:
-        if key not in self._compiled:
-            program = self._make(key, lower, operands)
-            with self._lock:
-                self._compiled.setdefault(key, program)
+        return tuple(one for one, file in files.items() if not file.exists())
 
     @property
     def compiled(self) -> tuple[RoundShape, ...]:
         """Shapes whose rounds are compiled, ascending; for greedy requests at least."""
-        shapes = {key for key in tuple(self._resident) if isinstance(key, RoundShape)}
-        return tuple(sorted(shapes | self.greedy))
+        ready = {one.shape for one in self.rounds_of_any if one in self._resident}
+        return tuple(sorted(ready))
 
     @property
     def greedy(self) -> frozenset[RoundShape]:
         """Shapes whose program for greedy requests is compiled."""
-        keys = tuple(self._resident)
-        return frozenset(key.shape for key in keys if isinstance(key, GreedyRound))
+        shapes = greedy_shapes(self._config)
+        return frozenset(shape for shape in shapes if GreedyRound(shape) in self._resident)
 
     @property
-    def greedy_keys(self) -> tuple[Key, ...]:
-        """Those of `round_keys` that greedy requests without logprobs and controls need."""
-        others = {key.shape for key in self.round_keys if isinstance(key, GreedyRound)}
-        return tuple(key for key in self.round_keys if key not in others)
+    def missing(self) -> tuple[Call, ...]:
+        """Those of all rounds and `small_prefills` that are not compiled yet, in their order."""
+        some = (*self.rounds_of_any, *self.small_prefills)
+        return tuple(one for one in some if one not in self._resident)
 
     @property
-    def full_prefills(self) -> tuple[Key, ...]:
-        """The largest prefill, and with `prompt_logprobs` the one that scores prompts."""
-        return PREFILL, *[SCORED_PREFILL] * self._config.prompt_logprobs
-
-    @property
-    def copies(self) -> tuple[Key, ...]:
-        """Programs that only move data: the controls of a request, and the rings of a beginning."""
-        return CONTROLS, *[RINGS] * bool(self._config.saved_rings)
-
-    @property
-    def missing(self) -> tuple[Key, ...]:
-        """Those of `round_keys` and `small_prefills` that are not compiled yet, in their order."""
-        keys = (*self.round_keys, *self.small_prefills)
-        return tuple(key for key in keys if key not in self._resident)
+    def sizes_missing(self) -> frozenset[int]:
+        """Batch buckets of which a round is not compiled yet."""
+        missing = (one for one in self.rounds_of_any if one not in self._resident)
+        return frozenset(one.shape.size for one in missing)
 
     @property
     def prefills(self) -> tuple[PrefillShape, ...]:
         """Shapes of prefill calls whose program is compiled, and the full one; by their tokens."""
-        ready = {PREFILL, *self._resident}
-        return tuple(shape for key, shape in self._prefill_shapes.items() if key in ready)
+        full = full_shape(self._config)
+        return tuple(
+            shape
+            for shape in prefill_shapes(self._config)
+            if shape == full or Prefill(shape) in self._resident
+        )
 
     @property
     def rounds(self) -> dict[int, tuple[int, ...]]:
@@ -422,7 +307,7 @@ class Programs:
         plan = timed_plan(shape, state.controls.counts.shape[1], self._config)
         jax.block_until_ready(state)
         start = time.perf_counter()
-        state, result = self._dispatch(shape, state, plan, None)
+        state, result = self._dispatch(Round(shape), state, plan, None)
         result.fetch()
         return state, time.perf_counter() - start
 
@@ -432,28 +317,26 @@ class Programs:
         First calls load kernels, and on a GPU the second one makes the CUDA graph: a request would
         wait for them.
         """
-        for key in tuple(self._resident):
-            plan = self._idle_plan(key)
+        for call in tuple(self._resident):
+            plan = call.idle_plan(self._config)
             for _ in range(_FIRST_CALLS):
-                state, result = self._dispatch(key, state, plan, None)
+                state, result = self._dispatch(call, state, plan, None)
                 result.fetch()
         return state
 
     def warm_up(
-        self, state: step.State, on_compiled: Callable[[], None], rounds: Sequence[Key]
+        self, state: step.State, on_compiled: Callable[[], None], some: Sequence[Call]
     ) -> None:
-        """Compiles prefill, the controls and the `rounds` (or smaller prefills) where missing,
-        `AT_ONCE` at a time.
+        """Compiles full prefills, copies and `some` others where missing, `AT_ONCE` at a time.
 
         `on_compiled` is called after each program.
         """
-        missing = [key for key in (*self.full_prefills, *rounds) if key not in self._resident]
-        missing += [key for key in self.copies if key not in self._compiled]
         if self._layouts_are_free:
-            self._prepare(self.round_keys[0], state)
-        if missing:
-            self.on_call(Compile(tuple(missing)))
-        jobs = [partial(self._prepare, key, state) for key in missing]
+            self._prepare_call(self.rounds_of_any[0], state)
+        calls = [one for one in (*self.full_prefills, *some) if one not in self._resident]
+        copies = [one for one in self.copies if one not in self._compiled]
+        jobs = [partial(self._prepare_call, one, state) for one in calls]
+        jobs += [partial(self._ready, one, state) for one in copies]
         with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
             for future in [pool.submit(job) for job in jobs]:
                 future.result()

@@ -13,13 +13,11 @@ def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
     """Shapes of all rounds, in the order in which they compile: first one round of each batch
     bucket, the largest bucket in front, because its round serves any number of requests."""
     sizes = config.batch_buckets[::-1]
-    shapes = [RoundShape(size, config.first_num_draft(size)) for size in sizes]
+    shapes = [RoundShape(size, config.num_draft) for size in sizes]
     if config.adaptive != "off":
         drafts = partial(candidates, config.num_draft, platform=dispatch.platform())
         for size in sizes:
             shapes += [RoundShape(size, k) for k in drafts(size=size)]
-    if config.ngram:
-        shapes += [RoundShape(size, config.num_draft) for size in sizes]
     return tuple(dict.fromkeys(shapes))
 
 
@@ -73,4 +71,4 @@ def greedy_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
         return ()
     most = _MOST_GREEDY if config.repeat == 1 else config.max_num_seqs
     sizes = (size for size in config.batch_buckets[::-1] if size <= most)
-    return tuple(RoundShape(size, config.num_draft_at(size)) for size in sizes)
+    return tuple(RoundShape(size, config.num_draft) for size in sizes)

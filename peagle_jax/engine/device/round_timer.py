@@ -35,7 +35,7 @@ class RoundTimer:
             self._num_seen = self._programs.num_ready
             compiled = self._programs.compiled
             choices = Counter(shape.size for shape in compiled)
-            incomplete = {key.size for key in self._programs.missing if not isinstance(key, str)}
+            incomplete = self._programs.sizes_missing
             self._untimed = self.times.untimed(
                 shape
                 for shape in compiled

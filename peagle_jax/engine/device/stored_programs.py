@@ -62,7 +62,6 @@ _SUFFIX, _LIBRARY_SUFFIX = ".program", ".jax"
 
 _HOST_FIELDS = (
     *("batch_sizes", "max_waiting", "prefill_calls", "prefix_caching", "adaptive"),
-    "draft_schedule",
     "greedy_rounds",
 )
 """Fields of the configuration that choose programs, options of the compiler or belong to the host;
@@ -151,7 +150,7 @@ class StoredPrograms:
     def __init__(self, structure, config: EngineConfig, devices: list, statics: dict):
         self._folder, self._devices, self._engine = None, devices, ""
         platform = dispatch.platform()
-        if _folder is None or platform not in PLATFORMS or jax.process_count() > 1:
+        if _folder is None or platform not in PLATFORMS:
             return
         # A subclass adds what chooses batch buckets: which programs there are, not what they do.
         given = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}

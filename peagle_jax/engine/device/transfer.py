@@ -67,7 +67,6 @@ class Resident:
         self.plan = place(jax.tree.map(jnp.array, _narrow(idle, self._takes_mask)))
         self.mask = place(jnp.zeros(mask_shape, jnp.int32)) if self._takes_mask else None
         self._last, self._uploaded = idle, pack(_narrow(idle, self._takes_mask))
-        self._sent: PrefillPlan | DecodePlan | None = None
 
     @staticmethod
     def shapes(
@@ -90,27 +89,19 @@ class Resident:
             self.mask = _unpack_into(self.mask, np.zeros(self.mask.size, np.int32))
         _copy(self.bits)
 
-    def changes(
-        self, plan: PrefillPlan | DecodePlan, mask: np.ndarray | None = None
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Bits to `upload` for the next call: of the host plan, None if it equals the uploaded one;
-        and of the mask of a constrained row."""
-        bits = None
+    def upload(self, plan: PrefillPlan | DecodePlan, mask: np.ndarray | None = None) -> None:
+        """Overwrites plan and mask with those of the host. A plan that lies there is not sent
+        again; None keeps the mask, which no row reads then."""
         if plan is not self._last:
             bits = pack(_narrow(plan, self._takes_mask))
-            if self._uploaded is not None and np.array_equal(bits, self._uploaded):
-                bits, self._last = None, plan
-            else:  # until `upload` ends, what lies on the device is unknown
-                self._sent, self._last, self._uploaded = plan, None, None
-        return bits, None if mask is None else pack(mask)
-
-    def upload(self, plan: np.ndarray | None, mask: np.ndarray | None) -> None:
-        """Overwrites plan and mask with packed ones, each [n] int32; None keeps what is there."""
-        if plan is not None:
-            self.plan = _unpack_into(self.plan, plan)
-            self._last, self._uploaded = self._sent, plan
+            if self._uploaded is None or not np.array_equal(bits, self._uploaded):
+                # An interrupt here leaves unknown what lies on the device.
+                self._last = self._uploaded = None
+                self.plan = _unpack_into(self.plan, bits)
+                self._uploaded = bits
+            self._last = plan
         if mask is not None:
-            self.mask = _unpack_into(self.mask, mask)
+            self.mask = _unpack_into(self.mask, pack(mask))
 
 
 class Result:

@@ -192,12 +192,6 @@ def timed_plan(shape: RoundShape, vocab_size: int, config: EngineConfig) -> Deco
     return plan._replace(newest=tokens[:, 0], forced=tokens[:, 1:])
 
 
-def made(row: Sequence[int]) -> list[int]:
-    """The drafts of a row of a call's output; behind them the row may have negative numbers, for no
-    draft."""
-    return [draft for draft in row if draft >= 0]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calls:
     """The device calls of one engine step. If empty while `has_work`: commit, then schedule again.

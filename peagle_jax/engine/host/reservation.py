@@ -28,7 +28,7 @@ class Reservation:
 
     def __init__(self, config: EngineConfig, pool: PagePool):
         self._pool, self._most = pool, config.max_model_len
-        self._per_round = config.most_drafts + 1
+        self._per_round = config.num_draft + 1
         self._lookahead = config.lookahead + (config.repeat - 1) * self._per_round
         self.num_changes = 0
         """Grows when a running request has other pages than before."""

@@ -103,7 +103,7 @@ def _rules(
         any(not 0 <= token < vocab_size for token in prompt),
         f"token ids must lie between 0 and {vocab_size - 1}",
     )
-    drafts, most = params.num_speculative_tokens or 0, config.most_drafts
+    drafts, most = params.num_speculative_tokens or 0, config.num_draft
     yield (
         "num_speculative_tokens",
         drafts > most,

@@ -9,35 +9,44 @@ them: device calls run in order, so the stale write comes before the first write
 
 import bisect
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.host.calls import Calls, DecodeCall, PrefillCall, RoundShape
-from peagle_jax.engine.host.commits import Commits
 from peagle_jax.engine.host.controls import controls_of
 from peagle_jax.engine.host.integrity import check_requests
 from peagle_jax.engine.host.k_by_load import LoadPolicy
 from peagle_jax.engine.host.mask_turns import MaskTurns
+from peagle_jax.engine.host.pages import PagePool
 from peagle_jax.engine.host.prefill_shapes import PrefillShape, prefill_shapes
-from peagle_jax.engine.host.request import Request, RequestState
+from peagle_jax.engine.host.prefixes import PrefixCache
+from peagle_jax.engine.host.request import NOT_FINITE, BatchLogprobs, Request, RequestState
+from peagle_jax.engine.host.reservation import Reservation
+from peagle_jax.engine.host.stats import Acceptance, RoundCounter
 
 _IDLE_PREFILL_CALLS = 4
 """Prefill calls of a step while no request decodes."""
+
+
+Update = tuple[Request, list[int]]
+"""A request and the tokens a commit added to its output, for streaming."""
 
 
 class QueueFull(RuntimeError):
     """The waiting queue is at its bound; the caller should retry later."""
 
 
-class Scheduler(Commits):
+class Scheduler:
     """Owns the waiting queue, the slots and the page pool.
 
     Args:
       config: sizes of the engine.
       eos_ids: the target's end-of-sequence ids.
       windows: sizes of the sliding windows in the layers of target and drafter.
-      policy: chooses K of each round; None: the K of its batch bucket.
+      policy: chooses K of each round; None: K is J.
     """
 
     def __init__(
@@ -48,7 +57,18 @@ class Scheduler(Commits):
         windows: Collection[int] = (),
         policy: LoadPolicy | None = None,
     ):
-        super().__init__(config, eos_ids=eos_ids, windows=windows, policy=policy)
+        self.config = config
+        self.policy = policy
+        self.eos_ids = frozenset(eos_ids)
+        self.pool = PagePool(config.total_pages, config.page_size)
+        self._pages = Reservation(config, self.pool)
+        self.waiting: list[Request] = []  # by rank
+        self.active: list[Request] = []  # PREFILL and RUNNING, by rank
+        self.prefixes = PrefixCache(config, self.pool, windows)
+        self.free_slots = self.prefixes.free_slots
+        self.num_not_finite = 0
+        """Requests that ended because their logits were not finite."""
+        self.counts = RoundCounter(config)
         self.repeated: Collection[RoundShape] = ()
         """Shapes of which one call can run several rounds. It is replaced as a whole, by any
         thread."""
@@ -59,9 +79,9 @@ class Scheduler(Commits):
         self.num_preemptions = 0
         self._refused: tuple[Request, int] | None = None
         """The head of the queue that did not fit, and `num_changes` of the pool at that time."""
-        self.rounds: Mapping[int, Sequence[int]] = {
-            size: (config.first_num_draft(size),) for size in config.batch_buckets
-        }
+        self.rounds: Mapping[int, Sequence[int]] = dict.fromkeys(
+            config.batch_buckets, (config.num_draft,)
+        )
         """Rounds that may run: values of K by batch bucket (the size to which a round is padded),
         both ascending; the last bucket is `max_num_seqs`. It is replaced as a whole, by any
         thread."""
@@ -71,6 +91,11 @@ class Scheduler(Commits):
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.active)
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Counts over all committed rounds with drafts."""
+        return self.counts.acceptance
 
     @property
     def num_running(self) -> int:
@@ -83,7 +108,7 @@ class Scheduler(Commits):
 
     def num_draft_at(self, size: int) -> int:
         """K of the next rounds of the batch bucket `size`."""
-        return self.config.num_draft_at(size) if self.policy is None else self.policy.present(size)
+        return self.config.num_draft if self.policy is None else self.policy.present(size)
 
     @property
     def num_places(self) -> int:
@@ -129,6 +154,98 @@ class Scheduler(Commits):
         wait."""
         return call.shape.chunk > self.config.prefill_chunk
 
+    def commit_prefill(
+        self,
+        call: PrefillCall,
+        tokens: np.ndarray,  # [R, 1]
+        # [R], 1 where the row ended its prompt, -1 where its logits are not finite
+        count: np.ndarray,
+        drafts: np.ndarray,  # [R, J]
+        logprobs: BatchLogprobs | None = None,  # C = 1
+    ) -> list[Update]:
+        """Commits one prefill call: appends the first token of each prompt that the call
+        completed."""
+        updates = []
+        for row, is_last in enumerate(call.last):
+            request = call.requests[row]
+            if is_last:
+                request.unread_drafts -= 1
+                request.drafts = drafts[row].tolist()
+            if not call.samples(row):
+                continue
+            request.in_flight -= 1
+            request.prefill_in_flight = False
+            if not request.is_finished:
+                updates.append(
+                    self._receive(request, row, tokens[row].tolist(), int(count[row]), logprobs)
+                )
+        return updates
+
+    def commit_decode(
+        self,
+        call: DecodeCall,
+        tokens: np.ndarray,  # [B, K+1]
+        # [B], accepted drafts + 1; -1 - n where only n tokens have finite logits
+        count: np.ndarray,
+        drafts: np.ndarray,  # [B, K], for the next round
+        logprobs: BatchLogprobs | None = None,  # C = K+1
+    ) -> list[Update]:
+        """Commits one round: appends its tokens, counts its drafts, frees surplus pages."""
+        updates, counts = [], []
+        tokens, count, drafts = tokens.tolist(), count.tolist(), drafts.tolist()
+        for row, request in enumerate(call.rows):
+            request.in_flight -= 1
+            request.unread_drafts -= 1
+            before, request.drafts = request.drafts, drafts[row]
+            if not request.is_finished:
+                update = self._receive(request, row, tokens[row], count[row], logprobs)
+                drafted, produced = call.drafted[row], count[row]
+                accepted = self._count(request, before, drafted, produced, len(update[1]))
+                counts.append((request, drafted, accepted))
+                updates.append(update)
+        if self.policy is not None:
+            self.policy.record(counts)
+        return updates
+
+    def commit_rounds(
+        self,
+        call: DecodeCall,
+        tokens: np.ndarray,  # [N, B, K+1]
+        count: np.ndarray,  # [N, B], as of `commit_decode`
+        drafts: np.ndarray,  # [N, B, K], of each round for the next
+    ) -> Iterator[Update]:
+        """Commits the N rounds of one call, all of one request before the next one.
+
+        Yields:
+          An update for each round of each request; `request.last_round` is that round while the
+          caller has it.
+        """
+        verified = [call.drafted, *[call.drafted_again] * (call.repeat - 1)]
+        counts = []
+        # By request, then by round.
+        by_row = (values.swapaxes(0, 1).tolist() for values in (tokens, count, drafts))
+        for row, (request, *results) in enumerate(zip(call.rows, *by_row, strict=False)):
+            request.in_flight -= call.repeat
+            request.unread_drafts -= call.repeat
+            takes_all = self._takes_all(request, *results[:2])
+            for index, (new, produced, following) in enumerate(zip(*results, strict=True)):
+                before, request.drafts = request.drafts, following
+                if request.is_finished:  # by the round before, or by the caller
+                    continue
+                if takes_all:
+                    update = request, new[:produced]
+                    request.output += update[1]
+                else:
+                    update = self._receive(request, row, new, produced, None)
+                drafted = verified[index][row]
+                accepted = self._count(request, before, drafted, produced, len(update[1]))
+                counts.append((request, drafted, accepted))
+                yield update
+            if takes_all and not request.is_finished:
+                self._kept(request)
+        if self.policy is not None:
+            self.policy.record(counts)
+
     def check_integrity(self) -> None:
         """Raises `AssertionError` on a leak, a double owner or an impossible request."""
         self.pool.check_integrity(request.pages for request in self.active)
@@ -149,7 +266,7 @@ class Scheduler(Commits):
         for request in rows:
             request.in_flight += call.repeat
             request.unread_drafts += call.repeat
-            request.pending = self.config.num_made(call.num_draft)
+            request.pending = call.num_draft
         return call
 
     def _decodable(self) -> list[Request]:
@@ -166,7 +283,7 @@ class Scheduler(Commits):
             return rows
         has_others = len(constrained) < len(rows)
         chosen = self._mask_turns.choose(
-            constrained, num_draft=self.config.most_drafts, has_others=has_others
+            constrained, num_draft=self.config.num_draft, has_others=has_others
         )
         return [request for request in rows if request.matcher is None or request in chosen]
 
@@ -183,11 +300,10 @@ class Scheduler(Commits):
 
     def _shape(self, rows: Sequence[Request]) -> RoundShape:
         size, drafts = next(item for item in self.rounds.items() if item[0] >= len(rows))
+        num_draft = drafts[-1]
         if self.policy is not None:
-            return RoundShape(size, self.policy.choose(size, rows, drafts))
-        # With n-grams there are two K; the larger one follows where a text repeated itself.
-        repeats = any(len(row.drafts) > drafts[0] or row.holds_k for row in rows)
-        return RoundShape(size, drafts[-1] if repeats else drafts[0])
+            num_draft = self.policy.choose(size, rows, drafts)
+        return RoundShape(size, num_draft)
 
     def _holds_constrained(self) -> bool:
         """Whether constrained requests wait in this step, because a round of one of them is in
@@ -234,7 +350,7 @@ class Scheduler(Commits):
             saves += self.prefixes.saves(request, int(call.plan.start[row]))
             if call.last[row]:
                 request.state = RequestState.RUNNING
-                request.pending = self.config.most_drafts
+                request.pending = self.config.num_draft
                 request.unread_drafts += 1
                 request.prefill_in_flight = call.samples(row)
                 request.in_flight += request.prefill_in_flight
@@ -309,6 +425,96 @@ class Scheduler(Commits):
         request.state = RequestState.PREFILL
         _insert(self.active, request)
         return True
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether a request has a slot to take and may wait for pages only."""
+        return bool(self.waiting and self.free_slots)
+
+    def _takes_all(self, request: Request, tokens: list[list[int]], counts: list[int]) -> bool:
+        """Whether a request keeps the tokens of all rounds of a call and goes on, so that they need
+        no check one by one.
+
+        Args:
+          tokens, counts: of each round, as in `commit_decode`.
+        """
+        if request.is_finished or not request.is_simple or min(counts) <= 0:
+            return False
+        ends, total = request.ends(self.eos_ids), sum(counts)
+        return (
+            total < request.params.max_tokens - len(request.output)
+            and total < self.config.max_model_len - request.num_tokens
+            and all(ends.isdisjoint(new) for new in tokens)
+        )
+
+    def _count(
+        self, request: Request, before: list[int], drafted: int, produced: int, kept: int
+    ) -> int:
+        """Counts a round that verified the first `drafted` of the drafts `before`, of which `kept`
+        tokens became output. Returns how many passed; `produced` is a count as in
+        `commit_decode`."""
+        # A failed round emits accepted drafts only, without the target's own token.
+        accepted = produced - 1 if produced > 0 else -1 - produced
+        verified = before[:drafted]
+        # If a text ends on a draft, later drafts that passed do not become output.
+        passed = accepted if accepted < kept else kept
+        request.record_round(verified, passed, kept)
+        self.counts.count(len(verified), passed, kept)
+        return accepted
+
+    def _remove(self, request: Request) -> None:
+        """Removes a request from the queue or the active list and frees its slot and pages."""
+        if request.slot is None:
+            self.waiting.remove(request)
+            return
+        self.active.remove(request)
+        self._pages.num_changes += 1
+        self.free_slots.release(request.slot, request.chain, request.written)
+        self.pool.release(request.pages)
+        request.slot = request.leader = None
+        request.pages, request.chain = [], []
+
+    def _receive(
+        self,
+        request: Request,
+        row: int,
+        tokens: list[int],  # C
+        count: int,
+        logprobs: BatchLogprobs | None,
+    ) -> Update:
+        """Appends a row's tokens, then frees the finished request or its surplus pages.
+
+        A negative count is -1 - n: only the first n tokens come from finite logits. The request
+        fails after them, unless one of them ends its text.
+        """
+        assert count, f"a call produced no token for request {request.id}"
+        is_finite = count > 0
+        count = count if is_finite else -1 - count
+        num_top = request.params.logprobs
+        wanted = None
+        if logprobs is not None and num_top is not None:
+            wanted = logprobs.row(row, count, num_top)
+        kept = request.append(
+            tokens[:count],
+            eos_ids=self.eos_ids,
+            max_model_len=self.config.max_model_len,
+            logprobs=wanted,
+        )
+        if not (is_finite or request.is_finished):
+            self.num_not_finite += 1
+            request.fail(NOT_FINITE)
+        self._kept(request)
+        return request, kept
+
+    def _kept(self, request: Request) -> None:
+        """Publishes the final pages of a request whose output has grown, and frees those that it
+        does not need."""
+        if request.slot is not None:  # a preempted request has given its pages up
+            self.prefixes.publish(request, request.num_tokens - 1)
+        if request.is_finished:
+            self._remove(request)
+        elif request.state is RequestState.RUNNING:
+            self._pages.trim(request, self._is_awaited)
 
 
 def _insert(requests: list[Request], request: Request) -> None:

@@ -19,17 +19,6 @@ class DeviceMemory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NgramCounts:
-    """Rounds that verified n-gram drafts (`EngineConfig.ngram`)."""
-
-    rounds: int = 0
-    drafted: int = 0
-    """Drafts that these rounds verified."""
-    accepted: int = 0
-    """Drafts of these that became output."""
-
-
-@dataclass(frozen=True)
 class Acceptance:
     """Counts over a set of requests.
 
@@ -100,21 +89,12 @@ class RoundCounter:
 
     def __init__(self, config: EngineConfig):
         self._drafted = self._emitted = 0
-        self._by_accepted = [0] * (config.most_drafts + 1)
-        self._by_drafted = [0] * (config.most_drafts + 1)
-        self.ngram = NgramCounts()
-        self._most_of_head = config.num_draft
+        self._by_accepted = [0] * (config.num_draft + 1)
+        self._by_drafted = [0] * (config.num_draft + 1)
 
-    def count(self, drafted: int, accepted: int, emitted: int, made: int) -> None:
+    def count(self, drafted: int, accepted: int, emitted: int) -> None:
         """Counts a round that verified `drafted` drafts, if any, and added `emitted` tokens to an
-        output.
-
-        Args:
-          made: drafts that the request had; more than a head makes are those of an n-gram.
-        """
-        if drafted and made > self._most_of_head:
-            old = self.ngram
-            self.ngram = NgramCounts(old.rounds + 1, old.drafted + drafted, old.accepted + accepted)
+        output."""
         if drafted:
             self._emitted += emitted
             self._drafted += drafted
