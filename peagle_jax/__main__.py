@@ -148,7 +148,7 @@ def _check_constraints(engine, params: list[SamplingParams]) -> None:
         try:
             engine.grammars.compile(structured)
         except ConfigError as error:
-            raise ConfigError(f"the constraint of the output: {error.rule}") from error
+            raise ConfigError(f"the constraint of the output: {error.rule or error}") from error
 
 
 @contextlib.contextmanager
@@ -249,7 +249,7 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
         texts = _texts(prompts, engine.tokenizer, args)
     if args.chat:
         params = [_after_reasoning(engine, *pair) for pair in zip(texts, params, strict=True)]
-    if engine.grammars is not None:
+    if engine.tokenizer is not None:
         _check_constraints(engine, params)
     numbers, left_out = _leave_out(prompts, texts, params, [engine])
     prompts, texts, params = ([some[n] for n in numbers] for some in (prompts, texts, params))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from peagle_jax.errors import ConfigError
+from peagle_jax.extras import check_installed
 from serving.background_stream import BackgroundStream, open_standard_streams
 from serving.children import DEFAULT, Begin, Children, function_name
 from serving.signals import exit_while_loading
@@ -36,9 +37,11 @@ def main(
     # Suppresses transformers' advice to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     words = sys.argv[1:] if arguments is None else arguments
-    # Before the options are read: it imports jax meanwhile.
-    children = None if {"-h", "--help"} & set(words) else Children()
+    children = None
     try:
+        check_installed("serve", "peagle-serve")
+        # Before the options are read: it imports jax meanwhile.
+        children = None if {"-h", "--help"} & set(words) else Children()
         return _resolve_and_run(words, make_engine, children)
     except (ConfigError, OSError) as error:
         print("peagle-serve: error:", " ".join(str(error).split()), file=sys.stderr)

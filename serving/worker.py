@@ -121,6 +121,7 @@ class EngineWorker:
     ):
         self._before_ready = before_ready
         self._engine, self._waits_for_all = engine, waits_for_all
+        self._grammars = engine.grammars
         parts = engine.config, engine.target_config, engine.drafter_config, engine.tokenizer
         self.description = Description(*parts)
         self._mail: queue.SimpleQueue = queue.SimpleQueue()
@@ -187,13 +188,13 @@ class EngineWorker:
         self._mail.put(_Flush(salt, on_done))
 
     def prepare_matchers(self) -> None:
-        self._engine.grammars.prepare()
+        self._grammars.prepare()
 
     def matchers(self, constraint: Checked, number: int) -> list[Matcher]:
         """Any thread may call it."""
         # The memory is taken first: what is refused must not be compiled.
         lease = self._constraint_memory.lease(constraint.origin, constraint.memory)
-        matcher = self._engine.grammars.matcher(constraint.definition)
+        matcher = self._grammars.matcher(constraint.definition)
         matcher.lease = lease
         return [matcher, *(matcher.again() for _ in range(number - 1))]
 
@@ -249,9 +250,9 @@ class EngineWorker:
         begin = time.monotonic()
         engine.warm_up()
         engine.run_once()
-        if engine.grammars is not None:
+        if self._grammars is not None:
             with contextlib.suppress(ConfigError):  # the first constraint reports it
-                engine.grammars.prepare()
+                self._grammars.prepare()
         seconds = time.monotonic() - begin
         _log.info("loaded %d programs in %.1f s", engine.programs.num_compiled, seconds)
 
