@@ -14,8 +14,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from peagle_jax.cli.command_line import given
 from peagle_jax.cli.model_folders import check_folders, check_head_is_given, local_folder
-from peagle_jax.cli.options import parser, read_structured, refuse_ineffective
+from peagle_jax.cli.options import SAMPLED, parser, read_structured, refuse_ineffective
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.method.own_drafters import is_own, load_own
 from peagle_jax.sampling_params import SamplingParams
@@ -72,22 +73,8 @@ def _check_models(args, config: EngineConfig) -> None:
 
 
 def _sampling(args, prompts: list[Prompt]) -> list[SamplingParams]:
-    base = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        stop=tuple(args.stop),
-        logprobs=args.logprobs,
-        structured=read_structured(args),
-        min_tokens=args.min_tokens,
-        repetition_penalty=args.repetition_penalty,
-        frequency_penalty=args.frequency_penalty,
-        presence_penalty=args.presence_penalty,
-        logit_bias=tuple(args.logit_bias),
-        bad_words=tuple(args.bad_word),
-    )
+    values = given(args, *SAMPLED, "logprobs") | {"structured": read_structured(args)}
+    base = SamplingParams(**values)
     params = [prompt.params(replace(base, seed=args.seed + i)) for i, prompt in enumerate(prompts)]
     if args.compare:
         return [greedy(param, p.name) for param, p in zip(params, prompts, strict=True)]

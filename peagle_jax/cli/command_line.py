@@ -9,6 +9,8 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 
+from peagle_jax.options import options_of
+
 
 class Parser(argparse.ArgumentParser):
     """Reports a mistake on one line and exits with code 2."""
@@ -89,32 +91,32 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} must be ID=BIAS, as 42=-5") from error
 
 
-def add_controls(add: Callable) -> None:
-    """Adds the options that change the target's logits."""
-    add(
-        "--min-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="nothing ends the text before N tokens",
-    )
-    add(
-        "--repetition-penalty", type=float, default=1.0, metavar="R",
-        help="divide the logits of tokens in prompt and output by R (negative ones: multiply)",
-    )  # fmt: skip
-    add(
-        "--frequency-penalty", type=float, default=0.0, metavar="F",
-        help="subtract F from a token's logit for each time it was generated",
-    )  # fmt: skip
-    add(
-        "--presence-penalty", type=float, default=0.0, metavar="F",
-        help="subtract F from the logits of tokens that were generated",
-    )  # fmt: skip
-    add(
-        "--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS",
-        help="add BIAS to the logit of token ID; repeatable",
-    )  # fmt: skip
-    add(
-        "--bad-word", action="append", default=[], metavar="WORD",
-        help="never generate WORD, which must be one token; repeatable",
-    )  # fmt: skip
+_TYPES = {"int": whole, "float": float, "text": str, "texts": str, "ints": whole, "biases": _bias}
+
+
+def add_options(add: Callable, owner: type, *names: str) -> None:
+    """Adds these options of a dataclass (`peagle_jax.options`). Without a value their attribute is None."""
+    for one in map(options_of(owner).__getitem__, names):
+        is_shown = one.default is not None and not isinstance(one.default, bool | tuple)
+        shown = f"{one.default:g}" if isinstance(one.default, float) else one.default
+        text = f"{one.help} (default: {shown})" if is_shown else one.help
+        flags = [f"--{one.flag}", *([one.short] if one.short else [])]
+        arguments = dict(dest=one.name, default=None, help=text)
+        if one.kind == "bool":
+            switch = argparse.BooleanOptionalAction if one.default else "store_true"
+            add(*flags, action=switch, **arguments)
+            continue
+        if isinstance(one.default, tuple) or one.kind == "ints":
+            arguments["action"] = "append"
+        arguments["metavar"] = one.metavar
+        if one.kind == "choice":
+            arguments["choices"] = one.choices
+        else:
+            arguments["type"] = _TYPES[one.kind]
+        add(*flags, **arguments)
+
+
+def given(args: argparse.Namespace, *names: str) -> dict[str, object]:
+    """Those of the options that a command line has a value for."""
+    values = {name: getattr(args, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}

@@ -7,7 +7,7 @@ from pathlib import Path
 from peagle_jax.cli.command_line import (
     Parser,
     add_constraints,
-    add_controls,
+    add_options,
     add_removed,
     named_value,
     positive,
@@ -15,7 +15,9 @@ from peagle_jax.cli.command_line import (
 )
 from peagle_jax.errors import ConfigError
 from peagle_jax.exclusions import ACTIVATIONS, ADAPTIVE
+from peagle_jax.options import options_of
 from peagle_jax.removed import OPTIONS, check_choice
+from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.structured import Structured
 
 _DESCRIPTION = """\
@@ -39,6 +41,12 @@ exit codes: 0 done, 1 outputs differ, 2 bad input (one line says what), 3 done w
 
 
 _REMOVED = ("num_speculative_tokens_per_batch_size", "ngram")
+_OTHERS = (
+    *("seed", "num_speculative_tokens", "logprobs", "prompt_logprobs"),
+    *("include_stop_str_in_output", "skip_special_tokens"),
+)
+SAMPLED = tuple(name for name in options_of(SamplingParams) if name not in _OTHERS)
+"""Options of all prompts that `SamplingParams` declares; `--seed` and `--logprobs` differ."""
 
 
 def _layer_ids(text: str) -> tuple[int, ...]:
@@ -211,14 +219,8 @@ def parser() -> argparse.ArgumentParser:
 
     group = command_line.add_argument_group("sampling")
     add = group.add_argument
-    add("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: 256)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    add("--top-p", type=float, default=1.0, metavar="P")
-    add("--top-k", type=int, default=0, metavar="N")
-    add("--min-p", type=float, default=0.0, metavar="P")
+    add_options(add, SamplingParams, *SAMPLED)
     add("--seed", type=int, default=0, metavar="N", help="prompt i samples with seed N+i")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
-    add_controls(add)
     add_constraints(command_line.add_argument_group("structured output").add_argument)
 
     _add_output(command_line.add_argument_group("output").add_argument)
@@ -233,9 +235,6 @@ def _add_output(add: Callable) -> None:
         help="mark accepted drafts, refused ones, and the target's own tokens: by colour and style in a "
         "terminal (NO_COLOR: by style), else by characters",
     )  # fmt: skip
-    add(
-        "--logprobs", type=int, metavar="N",
-        help="with --json: log-probability of each token and of the N likeliest",
-    )  # fmt: skip
+    add_options(add, SamplingParams, "logprobs")
     add("--verbose", "-v", action="store_true", help="log what runs where and how long it takes")
     add("--no-cache", action="store_true", help="do not keep compiled programs on disk")

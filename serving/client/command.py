@@ -13,9 +13,10 @@ from pathlib import Path
 import grpc
 
 from serving.client.answer import add, as_call, as_json, fields, statistics
-from serving.client.options import ClientError, check, parser
+from serving.client.options import SAMPLED, ClientError, check, parser, sampling
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
+from serving.sampling_messages import GENERATE
 
 _EXITS = {
     grpc.StatusCode.CANCELLED: 130,
@@ -146,7 +147,6 @@ def _request(
     args: argparse.Namespace, *, text: str | None = None, chat: Sequence[dict] = ()
 ) -> pb.GenerateRequest:
     request = pb.GenerateRequest()
-    sampling, stopping = request.sampling, request.stopping
     try:
         request.request_id = args.request_id
         if text is None:
@@ -160,26 +160,9 @@ def _request(
         request.n, request.priority = args.n, args.priority
         if args.cache_salt is not None:
             request.cache_salt = args.cache_salt
-        sampling.temperature, sampling.min_p = args.temperature, args.min_p
-        sampling.top_k, sampling.top_p = args.top_k, args.top_p
-        if args.seed is not None:
-            sampling.seed = args.seed
-        stopping.max_tokens, stopping.ignore_eos = args.max_tokens, args.ignore_eos
-        stopping.stop.extend(args.stop)
-        sampling.repetition_penalty = args.repetition_penalty
-        sampling.frequency_penalty = args.frequency_penalty
-        sampling.presence_penalty = args.presence_penalty
-        sampling.bad_words.extend(args.bad_word)
-        if args.allowed_token:  # an empty list would allow no token
-            sampling.allowed_token_ids.ids.extend(args.allowed_token)
-        sampling.logit_bias.update(args.logit_bias)
-        stopping.min_tokens = args.min_tokens
-        if args.logprobs is not None:
-            request.output.logprobs = args.logprobs
-        if args.prompt_logprobs is not None:
-            request.output.prompt_logprobs = args.prompt_logprobs
-        if args.num_speculative_tokens is not None:
-            request.speculation.num_speculative_tokens = args.num_speculative_tokens
+        params = sampling(args)
+        values = {name: getattr(params, name) for name in SAMPLED}
+        GENERATE.write(request, {name: one for name, one in values.items() if one is not None})
         _constrain(request.structured, args)
     except ValueError as error:  # protobuf cannot represent it: half of a surrogate pair
         raise ClientError(f"cannot be sent: {error}") from error

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from peagle_jax import SamplingParams
-from peagle_jax.sampling_params import MAX_BIAS
+from peagle_jax.options import Kind, options_of
+from peagle_jax.sampling_params import MAX_BIAS, SamplingParams
 from serving.errors import invalid
 from serving.json_input import parse_small_object
 from serving.limits import Limits
-from serving.params import refuse_unless_neutral, sampling_params
+from serving.params import refuse_unless_neutral, sampling_params, spelled
 
 FIELD = "sampling_parameters"
 _LARGEST = 2**63
@@ -45,7 +45,7 @@ def read_sampling(text: bytes, limits: Limits, *, max_tokens: int) -> Sampling:
         elif key == "n":
             n = _int(field, value)
         else:
-            values[_OURS.get(key, key)] = _READERS[key](field, value)
+            values[_OURS[key].name] = _READERS[key](field, value)
     if values.get("top_k") == -1:  # vLLM also writes -1 for all tokens
         values["top_k"] = 0
     return Sampling(params=sampling_params(SPELLING, limits, **values), n=n)
@@ -118,32 +118,10 @@ def _plain(value: object) -> object:
         return value
 
 
-_READERS: dict[str, Callable] = {
-    "max_tokens": _int,
-    "temperature": _float,
-    "top_k": _int,
-    "top_p": _float,
-    "min_p": _float,
-    "seed": _int,
-    "stop": _strings,
-    "stop_token_ids": _ints,
-    "include_stop_str_in_output": _bool,
-    "skip_special_tokens": _bool,
-    "ignore_eos": _bool,
-    "n": _int,
-    "num_speculative_tokens": _int,
-    "logit_bias": _biases,
-    "allowed_token_ids": _ints,
-    "bad_words": _strings,
-    "min_tokens": _int,
-    "repetition_penalty": _float,
-    "frequency_penalty": _float,
-    "presence_penalty": _float,
+_KINDS: dict[Kind, Callable] = {
+    **{"int": _int, "float": _float, "bool": _bool},
+    **{"texts": _strings, "ints": _ints, "biases": _biases},
 }
-_OURS = {"stop_token_ids": "stop_ids"}
-SPELLING = {_OURS.get(key, key): f"{FIELD}.{key}" for key in _READERS}
-"""The client's names of the fields."""
-
 _NEUTRAL = {
     "best_of": (1, None),
     "use_beam_search": (False, None),
@@ -156,3 +134,9 @@ _NEUTRAL = {
     "detokenize": (True,),
 }
 """Parameters of vLLM that this server does not support, with the values that have no effect."""
+_OURS = {spelled(name): one for name, one in options_of(SamplingParams).items()}
+_READERS: dict[str, Callable] = {
+    key: _KINDS[one.kind] for key, one in _OURS.items() if key not in _NEUTRAL
+} | {"n": _int}
+SPELLING = {one.name: f"{FIELD}.{key}" for key, one in _OURS.items()} | {"n": f"{FIELD}.n"}
+"""The client's names of the fields."""

@@ -14,13 +14,14 @@ from serving import request_ids, turns
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.json_input import parse_small_object
-from serving.params import CONTROLS, cache_salt, constraint, prompt_ids, sampling_params
+from serving.params import cache_salt, constraint, prompt_ids, sampling_params
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from serving.replies.parts import ReplyPart
 from serving.rounds import RoundReport, RoundReports
 from serving.rpc import calls
 from serving.rpc.chat import calls_of, message_of, tools_of
+from serving.sampling_messages import GENERATE
 from serving.stream import Ask, Delta, Finish, Usage
 from serving.tools import NOT_BESIDE_TOOLS, Arguments, loose
 
@@ -157,7 +158,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             tools=tools,
             method=f"peagle.v1.Generation/{method}",
             trace=calls.trace(context),
-            spelling=_SPELLING
+            spelling=GENERATE.spelling
             | {
                 "prompt": request.WhichOneof("prompt"),
                 "structured": field,
@@ -201,33 +202,11 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         return await self._frontend.chat(messages, variables, tools=tools, **names)
 
     def _params(self, request: pb.GenerateRequest) -> SamplingParams:
-        sampling, stopping = request.sampling, request.stopping
-        optional = lambda message, name: getattr(message, name) if message.HasField(name) else None
+        values = GENERATE.read(request)
+        values.setdefault("max_tokens", self._frontend.config.max_model_len)
+        constraint = _structured(request.structured)
         return sampling_params(
-            _SPELLING,
-            self._frontend.limits,
-            max_tokens=stopping.max_tokens or self._frontend.config.max_model_len,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p or 1.0,
-            min_p=sampling.min_p,
-            seed=optional(sampling, "seed"),
-            stop=stopping.stop,
-            stop_ids=stopping.stop_token_ids,
-            ignore_eos=stopping.ignore_eos,
-            logprobs=optional(request.output, "logprobs"),
-            prompt_logprobs=optional(request.output, "prompt_logprobs"),
-            num_speculative_tokens=optional(request.speculation, "num_speculative_tokens"),
-            structured=_structured(request.structured),
-            logit_bias=dict(sampling.logit_bias),
-            allowed_token_ids=sampling.allowed_token_ids.ids
-            if sampling.HasField("allowed_token_ids")
-            else None,
-            bad_words=sampling.bad_words,
-            min_tokens=stopping.min_tokens,
-            repetition_penalty=sampling.repetition_penalty or 1.0,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
+            GENERATE.spelling, self._frontend.limits, structured=constraint, **values
         )
 
 
@@ -263,21 +242,6 @@ def _structured(given: pb.Structured) -> Structured | None:
         given.choice.texts if kind == "choice" else kind and getattr(given, kind),
     )
 
-
-_SPELLING = {
-    "max_tokens": "stopping.max_tokens",
-    "temperature": "sampling.temperature",
-    "top_k": "sampling.top_k",
-    "top_p": "sampling.top_p",
-    "min_p": "sampling.min_p",
-    "seed": "sampling.seed",
-    "stop": "stopping.stop",
-    "stop_ids": "stopping.stop_token_ids",
-    "logprobs": "output.logprobs",
-    "prompt_logprobs": "output.prompt_logprobs",
-    "num_speculative_tokens": "speculation.num_speculative_tokens",
-} | {name: f"sampling.{name}" for name in CONTROLS}
-_SPELLING["min_tokens"] = "stopping.min_tokens"
 
 _REASONS = {
     "stop": pb.FINISH_REASON_STOP,

@@ -16,7 +16,6 @@ from serving import request_ids, turns
 from serving.errors import Code, ServiceError, invalid
 from serving.frontend import Frontend, State
 from serving.params import (
-    CONTROLS,
     constraint,
     prompt_ids,
     refuse_unless_neutral,
@@ -27,6 +26,7 @@ from serving.protos import vllm_engine_pb2_grpc
 from serving.rpc import calls
 from serving.rpc.foreign import handler, refuse_unknown
 from serving.rpc.tokenizer_files import TokenizerFiles
+from serving.sampling_messages import Places
 from serving.stream import Ask, Delta
 from serving.version import NAME, VERSION
 
@@ -169,7 +169,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def _ask(self, request: pb.GenerateRequest, context) -> Ask:
         _refuse_unsupported(request)
         request_id = request_ids.request_id(request.request_id)
-        params = self._params(request.sampling_params, _drafts(context))
+        params = self._params(request, _drafts(context))
         kind = request.WhichOneof("input")
         if kind is None:
             raise invalid("input", "set one of tokenized and text")
@@ -198,31 +198,13 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         is_chat = kind == "tokenized" and not request.sampling_params.grammar_from_first_token
         return await self._frontend.constrain(ask, is_chat=is_chat, address=calls.address(context))
 
-    def _params(self, given: pb.SamplingParams, drafts: int | None) -> SamplingParams:
-        optional = lambda name: getattr(given, name) if given.HasField(name) else None
-        temperature, max_tokens, seed = map(optional, ("temperature", "max_tokens", "seed"))
-        return sampling_params(
-            _SPELLING,
-            self._frontend.limits,
-            max_tokens=self._frontend.config.max_model_len if max_tokens is None else max_tokens,
-            temperature=1.0 if temperature is None else temperature,
-            top_k=given.top_k,
-            top_p=given.top_p or 1.0,
-            min_p=given.min_p,
-            seed=None if seed == -1 else seed,
-            stop=given.stop,
-            stop_ids=given.stop_token_ids,
-            ignore_eos=given.ignore_eos,
-            logprobs=optional("logprobs"),
-            prompt_logprobs=optional("prompt_logprobs"),
-            num_speculative_tokens=drafts,
-            structured=_structured(given),
-            logit_bias=dict(given.logit_bias),
-            min_tokens=given.min_tokens,
-            repetition_penalty=given.repetition_penalty or 1.0,
-            frequency_penalty=given.frequency_penalty,
-            presence_penalty=given.presence_penalty,
-        )
+    def _params(self, request: pb.GenerateRequest, drafts: int | None) -> SamplingParams:
+        defaults = dict(max_tokens=self._frontend.config.max_model_len, temperature=1.0)
+        values = defaults | _PLACES.read(request) | {"num_speculative_tokens": drafts}
+        if values.get("seed") == -1:
+            del values["seed"]
+        structured = _structured(request.sampling_params)
+        return sampling_params(_SPELLING, self._frontend.limits, structured=structured, **values)
 
 
 class _Pace:
@@ -246,18 +228,10 @@ class _Pace:
         return self._rate
 
 
-_SPELLING = {
-    name: f"sampling_params.{name}"
-    for name in (
-        *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "logprobs"),
-        "prompt_logprobs",
-        *CONTROLS,
-    )
-} | {
-    "n": "sampling_params.n",
-    "stop_ids": "sampling_params.stop_token_ids",
-    "num_speculative_tokens": DRAFTS,
-}
+# The client makes the text, so it cuts it too.
+_OF_TEXT = ("include_stop_str_in_output", "skip_special_tokens")
+_PLACES = Places(pb.GenerateRequest.DESCRIPTOR, "sampling_params", without=_OF_TEXT)
+_SPELLING = _PLACES.spelling | {"n": "sampling_params.n", "num_speculative_tokens": DRAFTS}
 
 _UNSUPPORTED = {
     "kv_transfer_params": "KV transfer",
