@@ -18,7 +18,7 @@ from pallas_kernels.device import H200
 from pallas_kernels.ladder.specs import TOKENS, Spec
 
 LAUNCH = 2.3e-6
-"""Seconds of an empty kernel in a CUDA graph (measured, docs/log.md)."""
+"""Seconds of an empty kernel in a CUDA graph (measured, lab/log.md)."""
 
 ARRIVAL = 1.0e-6
 """Seconds from asking for a tile to its arrival, while the memory is busy (assumed)."""

@@ -29,8 +29,8 @@ def follow_parent() -> None:
         library.prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
 
 
-def end_orphan(what: str) -> None:
+def end_orphan() -> None:
     """Ends this process, whose parent is gone, with a log line and code 1."""
-    _log.error("the first process of the server has ended, and %s ends too", what)
+    _log.error("the first process of the server has ended, and the engine's process ends too")
     logging.shutdown()
     os._exit(1)

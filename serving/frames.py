@@ -1,4 +1,4 @@
-"""Messages between the processes of one server, over pairs of connected sockets that no other process can reach.
+"""Messages between the two processes of a server, over a pair of connected sockets that no other process can reach.
 
 A frame is four bytes of length and a pickle. Both ends are our own code in the same version, and sockets of a pair have
 no name in the file system. Events of rounds travel as plain tuples: 128 sequences take 0.13 ms to encode, the named tuples
@@ -102,11 +102,9 @@ class Channel:
 
 
 def packed(events: Iterable[Event]) -> list[tuple | Refused]:
-    """Events as they travel; keys lose their first part, which is the server they go to."""
+    """Events as they travel."""
     return [
-        Refused(tuple(key[1:] for key in one.keys), one.error)
-        if isinstance(one, Refused)
-        else (one.key[1:], *one[1:4], one.round and tuple(one.round), *one[5:])
+        one if isinstance(one, Refused) else (*one[:4], one.round and tuple(one.round), *one[5:])
         for one in events
     ]
 

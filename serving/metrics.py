@@ -17,7 +17,6 @@ from peagle_jax.engine.host.stats import Acceptance, DeviceMemory
 from serving.errors import Code, ServiceError
 from serving.histogram import Histogram
 from serving.messages import Event, Load, Tokens
-from serving.metric_sums import Snapshot, Summed, key_of
 from serving.stream import Stream
 
 _SECONDS = (
@@ -53,7 +52,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """All metrics of one server, in a registry of their own. Several servers of one engine add theirs up.
+    """All metrics of the server, in a registry of their own.
 
     Args:
       model: what clients call the model.
@@ -99,26 +98,24 @@ class Metrics:
         self._last_tokens: dict[object, float] = {}
         self._begin_counters()
 
-    def text(self, others: Sequence[Snapshot] = ()) -> bytes:
-        """All metrics in Prometheus' text format.
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
 
-        Args:
-          others: of the other servers of the same engine; their counts are added.
-        """
-        return generate_latest(Summed(self.registry, others) if others else self.registry)
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of all samples of a name that have these labels."""
+        samples = (sample for family in self.registry.collect() for sample in family.samples)
+        return sum(
+            sample.value
+            for sample in samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
-    def snapshot(self) -> Snapshot:
-        """What this server alone has counted, for `text` of another one."""
-        own = [*self._counters.values(), *self._histograms]
-        samples = [sample for one in own for family in one.collect() for sample in family.samples]
-        found = {key_of(sample): sample.value for sample in samples}
-        return found | {(OPEN_REQUESTS, tuple(self._labels.items())): self._num_open()}
-
-    def round(self, events: Sequence[Event], num_tokens: int | None = None) -> None:
+    def round(self, events: Sequence[Event], num_tokens: int = 0) -> None:
         """Counts the events of a device call. Its rounds have equal shares of the time since the call before.
 
         Args:
-          num_tokens: what the call gave to all requests of the engine; None if another server counts it.
+          num_tokens: what the call gave to all requests of the engine.
         """
         now, last = time.monotonic(), self._last_tokens
         outputs = [one for one in events if isinstance(one, Tokens)]

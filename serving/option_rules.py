@@ -1,6 +1,5 @@
-"""Rules of options that concern several of them, and of the number of processes that serve clients."""
+"""Rules of options that concern several of them."""
 
-import socket
 from typing import Any
 
 
@@ -20,13 +19,3 @@ def check_combinations(settings: Any) -> None:
         raise ValueError("compile_only puts programs on disk, and no_cache forbids that")
     if settings.drafter and settings.method == "none":
         raise ValueError("method none takes no drafter: leave one of the two out")
-    if settings.api_processes > 64:
-        raise ValueError(f"api_processes={settings.api_processes} must be at most 64")
-    if settings.api_processes > 1 and not hasattr(socket, "SO_REUSEPORT"):
-        rule = "processes cannot share ports on this platform (no SO_REUSEPORT): leave it out"
-        raise ValueError(f"api_processes={settings.api_processes}: {rule}")
-
-
-def share(total: int, num_servers: int) -> int:
-    """The share of each process in a limit of the whole server, rounded up."""
-    return -(-total // num_servers)

@@ -136,11 +136,6 @@ class Settings(BaseSettings):
         "how replies of a chat mark reasoning and tool calls (default: as the model's own files say; qwen3 for the "
         "embedded model)",
     )
-    api_processes: Count = _option(
-        1,
-        "processes that serve clients beside the engine's process; several share the ports",
-        metavar="N",
-    )
     host: Text = _option("127.0.0.1", "address to listen on", metavar="ADDRESS")
     port: Port = _option(50051, "port of gRPC; 0 picks a free one", metavar="N")
     http_port: PortOrNone = _option(
@@ -264,11 +259,6 @@ class Settings(BaseSettings):
     def _check_combinations(self) -> Self:
         check_combinations(self)
         return self
-
-    @property
-    def num_servers(self) -> int:
-        """Processes that serve clients."""
-        return self.api_processes
 
     @property
     def is_loopback(self) -> bool:

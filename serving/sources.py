@@ -23,7 +23,7 @@ _OTHER_VARIABLES = {"PEAGLE_SHA"}  # of other commands
 _SECTIONS = {
     "model": "what is served",
     "max_num_seqs": "sizes of the engine, for which all programs are compiled at the start",
-    "api_processes": "addresses, ports and processes",
+    "host": "addresses and ports",
     "tls_cert": "TLS and authentication",
     "max_connections": "connections",
     "max_request_seconds": "limits of requests",

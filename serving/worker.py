@@ -39,7 +39,6 @@ from serving.messages import (
     Job,
     Listener,
     Load,
-    Name,
     Refused,
     Tokens,
 )
@@ -167,22 +166,11 @@ class EngineWorker:
         self._on_ready, self._on_death = listener.on_ready, listener.on_death
         self._thread.start()
 
-    def submit(self, jobs: Sequence[Job], name: Name) -> None:
+    def submit(self, jobs: Sequence[Job]) -> None:
         self._mail.put(_Submit(tuple(jobs)))
 
     def abort(self, key: Hashable) -> None:
         self._mail.put(_Abort(key))
-
-    def closed(self, name: Name) -> None:
-        """Nothing is kept by name: the engine has no other server."""
-
-    async def abort_elsewhere(self, name: Name) -> bool:
-        """The engine has no other server."""
-        return False
-
-    async def gather(self) -> list:
-        """The engine has no other server."""
-        return []
 
     def flush_prefix_cache(self, salt: Salt, on_done: Callable[[int], None]) -> None:
         self._mail.put(_Flush(salt, on_done))

@@ -179,7 +179,7 @@ class _Pages:
 
     async def metrics(self, request: Request) -> Response:
         return Response(
-            await self._frontend.metrics_text(), headers={"content-type": CONTENT_TYPE_LATEST}
+            self._frontend.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST}
         )
 
     async def version(self, request: Request) -> Response:

@@ -114,16 +114,13 @@ class HttpServer:
         self._server = _Uvicorn(self._config, certificates, gate, time_limits or TimeLimits())
         self._task: asyncio.Task | None = None
 
-    async def start(self, host: str, port: int, *, shares_port: bool = False) -> int:
+    async def start(self, host: str, port: int) -> int:
         """Listens, and returns the port.
-
-        Args:
-          shares_port: whether other processes of the server listen there too.
 
         Raises:
           OSError: the address cannot be used.
         """
-        listener = _listen(host, port, shares_port)
+        listener = _listen(host, port)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not (self._server.started or self._task.done()):
             await asyncio.sleep(0.01)
@@ -140,7 +137,7 @@ class HttpServer:
         await self._task
 
 
-def _listen(host: str, port: int, shares_port: bool) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = addresses[0]
@@ -151,7 +148,6 @@ def _listen(host: str, port: int, shares_port: bool) -> socket.socket:
             family=family,
             backlog=_BACKLOG,
             dualstack_ipv6=both,
-            reuse_port=shares_port,
         )
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error

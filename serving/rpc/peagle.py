@@ -1,6 +1,5 @@
 """`peagle.v1.Generation`: the engine's own service. Its proto documents all fields."""
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -85,8 +84,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         """Ends requests of the caller by id; the ids of other callers count as unknown."""
         if len(request.request_ids) > _MAX_ABORTS:
             raise invalid("request_ids", f"more than {_MAX_ABORTS}")
-        ended = await asyncio.gather(*map(self._frontend.abort, request.request_ids))
-        return pb.AbortResponse(aborted=sum(ended))
+        return pb.AbortResponse(aborted=sum(map(self._frontend.abort, request.request_ids)))
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context) -> pb.FlushCacheResponse:
         """Forgets cached prefixes of the caller."""

@@ -75,7 +75,6 @@ class RpcServer:
       idle_seconds: how long a connection without calls stays open.
       max_connection_seconds: age at which a client is asked to connect again; 0 is no limit.
       with_reflection: whether clients may list the services.
-      shares_port: whether other processes of the server listen on its port too.
     """
 
     def __init__(
@@ -90,12 +89,11 @@ class RpcServer:
         idle_seconds: float = 300.0,
         max_connection_seconds: float = 0.0,
         with_reflection: bool = False,
-        shares_port: bool = False,
     ):
         options = [
             *_OPTIONS,
-            # With SO_REUSEPORT two servers on one port would share its calls without an error.
-            ("grpc.so_reuseport", int(shares_port)),
+            # With it two servers on one port would share its calls without an error.
+            ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.server_handshake_timeout_ms", _milliseconds(handshake_seconds)),

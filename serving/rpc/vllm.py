@@ -1,6 +1,5 @@
 """`vllm.grpc.engine.VllmEngine`: the service that gateways for vLLM call. Its proto documents all fields."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
@@ -85,7 +84,8 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Ends requests of the caller by id."""
         if len(request.request_ids) > _MAX_ABORTS:
             raise invalid("request_ids", f"more than {_MAX_ABORTS}")
-        await asyncio.gather(*map(self._frontend.abort, request.request_ids))
+        for one in request.request_ids:
+            self._frontend.abort(one)
         return pb.AbortResponse()
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context) -> pb.FlushCacheResponse:
@@ -119,7 +119,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         """The server and its settings."""
         frontend = self._frontend
         return pb.GetServerInfoResponse(
-            active_requests=await frontend.count_open(),
+            active_requests=frontend.num_open,
             last_receive_timestamp=self._last_request,
             uptime_seconds=time.time() - frontend.started,
             server_type=NAME,

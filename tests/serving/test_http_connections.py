@@ -390,7 +390,7 @@ def test_any_host_is_served_where_the_operator_says_so(server):
 
 
 def test_a_small_message_does_not_wait_for_the_acknowledgement_of_the_one_before():
-    with _listen("127.0.0.1", 0, shares_port=False) as listener:
+    with _listen("127.0.0.1", 0) as listener:
         listener.setblocking(True)
         with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -64,7 +64,7 @@ def test_every_option_exists_in_all_three_places(file):
         prefill_chunk=77, prefill_rows=3, small_prefills=True,
         allowed_origins="http://a:1", max_connections=7, max_connections_per_address=3, otlp_endpoint="http://host:4317",
         adaptive="off",
-        selector=False, draft_sampling="sample", verify_method="block", api_processes=2, ready="first", compile_only=True,
+        selector=False, draft_sampling="sample", verify_method="block", ready="first", compile_only=True,
     )  # fmt: skip
     tls = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
     together = dict.fromkeys(tls, tls)
