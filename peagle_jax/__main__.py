@@ -16,7 +16,13 @@ from pathlib import Path
 
 from peagle_jax.cli.command_line import given
 from peagle_jax.cli.model_folders import check_folders, check_head_is_given, local_folder
-from peagle_jax.cli.options import SAMPLED, parser, read_structured, refuse_ineffective
+from peagle_jax.cli.options import (
+    SAMPLED,
+    options_of_engine,
+    parser,
+    read_structured,
+    refuse_ineffective,
+)
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.method.own_drafters import is_own, load_own
 from peagle_jax.sampling_params import SamplingParams
@@ -87,21 +93,14 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
     most = max((param.logprobs or 0) for param in params)
     # Methods are compared at one K, and one prompt at a time is always the same load.
     is_fixed = args.compare or args.concurrency == 1
-    return EngineConfig(
+    differing = dict(
         num_draft=args.num_speculative_tokens if args.compare or args.method != "none" else 0,
         adaptive=args.adaptive or ("off" if is_fixed else "load"),
-        draft_sampling=args.draft_sampling,
-        verify_method=args.verify_method,
-        selector=args.selector,
         max_num_seqs=min(args.concurrency, len(prompts)),
-        max_model_len=args.max_model_len,
         prefix_caching=args.prefix_caching and not args.compare,
         max_logprobs=max(5, most),
-        tensor_parallel=args.tensor_parallel,
-        gather=args.gather,
-        kv_cache_dtype=args.kv_cache_dtype,
-        activations=args.activations,
     )
+    return EngineConfig(**options_of_engine(args) | differing)
 
 
 def _texts(prompts: list[Prompt], tokenizer, args) -> list[str | list[int]]:

@@ -9,7 +9,7 @@ PACKAGES = {
     "plots": ("matplotlib",),
     "serve": (
         *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "llguidance"),
-        *("prometheus_client", "pydantic", "pydantic_settings", "starlette", "uvicorn"),
+        *("prometheus_client", "pydantic", "starlette", "uvicorn"),
     ),
     "structured": ("llguidance",),
     "tracing": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"),

@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from peagle_jax.errors import ConfigError
+from peagle_jax.removed import check_choice
 
 _SHOWN = 80
 """Most characters of a value in an error."""
@@ -30,7 +31,7 @@ _KINDS: dict[object, Kind] = {
 
 
 class Rule(NamedTuple):
-    """What a value must be, as the end of a sentence, and whether one is. None is always allowed."""
+    """What a value must be, as the end of a sentence, and whether one is."""
 
     text: str
     holds: Callable[[Any], bool]
@@ -44,6 +45,9 @@ def within(least: float, most: float) -> Rule:
 def at_least(least: int) -> Rule:
     """A lower bound, included."""
     return Rule(f"at least {least}", lambda value: value >= least)
+
+
+NOT_EMPTY = Rule("left out or given", bool)
 
 
 class Option(NamedTuple):
@@ -99,21 +103,77 @@ def _kind_of(annotation: Any) -> tuple[Kind, tuple[str, ...]]:
     if get_origin(annotation) in (Union, UnionType):
         annotation = get_args(annotation)[0]
     if get_origin(annotation) is Literal:
-        return "choice", get_args(annotation)
+        # None stands within Literal: typing caches unions of Literals regardless of their order.
+        return "choice", tuple(one for one in get_args(annotation) if one is not None)
     return _KINDS[annotation], ()
 
 
-def check_rules(owner: Any) -> None:
-    """Checks each option of a dataclass by its own rules.
+def read(one: Option, given: object) -> object:
+    """The value of an option from a text, or from a value of a file.
+
+    Raises:
+      ConfigError: there is no such value; the message shows what was given.
+    """
+    if given is None and one.default is None:
+        return None
+    value = _READERS[one.kind](given)
+    if value is None:
+        raise ConfigError(f"{given!r} must be {_WANTED[one.kind]}")
+    check(one, value)
+    return value
+
+
+def _truth(given: object) -> bool | None:
+    return _TRUTH.get(str(given).lower())
+
+
+def _number(kind: type) -> Callable[[object], float | None]:
+    def number(given: object) -> float | None:
+        is_number = isinstance(given, int | kind | str) and not isinstance(given, bool)
+        try:
+            return kind(given) if is_number else None
+        except ValueError:
+            return None
+
+    return number
+
+
+def _text(given: object) -> str | None:
+    return given if isinstance(given, str) else None
+
+
+_WANTED = {"bool": "true or false", "int": "a whole number", "float": "a number", "text": "a text"}
+_TRUTH = dict.fromkeys(("true", "1", "yes", "on", "y", "t"), True) | dict.fromkeys(
+    ("false", "0", "no", "off", "n", "f"), False
+)
+_READERS: dict[Kind, Callable[[object], object]] = {
+    "bool": _truth,
+    "int": _number(int),
+    "float": _number(float),
+    "text": _text,
+    "choice": lambda given: given,
+}
+
+
+def check(one: Option, value: object) -> None:
+    """Checks the value of an option by its own rules.
 
     Raises:
       ConfigError: a rule is broken; `field` is the option's name.
     """
+    if value is None and one.default is None:
+        return
+    if one.kind == "choice":
+        check_choice(one.name, value, one.choices)
+    for rule in one.rules:
+        if not rule.holds(value):
+            shown = repr(value)
+            shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+            text = f"{shown} must be {rule.text}"
+            raise ConfigError(f"{one.name}={text}", field=one.name, rule=text)
+
+
+def check_all(owner: Any) -> None:
+    """Checks each option of a dataclass; raises as `check` does."""
     for name, one in options_of(type(owner)).items():
-        value = getattr(owner, name)
-        for rule in one.rules:
-            if value is not None and not rule.holds(value):
-                shown = repr(value)
-                shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-                text = f"{shown} must be {rule.text}"
-                raise ConfigError(f"{name}={text}", field=name, rule=text)
+        check(one, getattr(owner, name))

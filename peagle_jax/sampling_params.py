@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from peagle_jax.errors import ConfigError
-from peagle_jax.options import Rule, at_least, check_rules, option, within
+from peagle_jax.options import Rule, at_least, check_all, option, within
 from peagle_jax.structured import Structured
 
 MAX_BIAS = 1024
@@ -146,7 +146,7 @@ class SamplingParams:
         )
         for name, value in changed.items():
             object.__setattr__(self, name, value)
-        check_rules(self)
+        check_all(self)
         if self.min_tokens > self.max_tokens:
             rule = f"{self.min_tokens} must be at most max_tokens, which is {self.max_tokens}"
             raise ConfigError(f"min_tokens={rule}", field="min_tokens", rule=rule)

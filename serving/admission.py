@@ -77,8 +77,8 @@ class Admission:
           arrival: when it arrived.
           own: the client's own deadline.
         """
-        most = self.limits.max_seconds
-        latest = [] if most is None else [arrival + most]
+        most = self.limits.max_request_seconds
+        latest = [arrival + most] if most else []
         return min(latest + ([] if own is None else [own]), default=None)
 
     def add(self, stream: Stream) -> None:

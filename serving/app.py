@@ -5,11 +5,11 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 from peagle_jax.cli.model_folders import embedded
 from peagle_jax.config import ConfigError
+from peagle_jax.options import options_of
 from peagle_jax.text.tokenizer import Tokenizer
 from serving.access import RESERVE, Access
 from serving.engine_child import EngineChild
@@ -87,11 +87,10 @@ def _reply_format(settings: Settings, tokenizer: Tokenizer | None) -> str:
 
 
 def _limits(settings: Settings) -> Limits:
-    names = [one.name for one in fields(Limits) if one.name != "max_seconds"]
-    given = {name: getattr(settings, name) for name in names}
+    given = {name: getattr(settings, name) for name in options_of(Limits)}
     # More sequences than slots and places of the queue could never be accepted.
     given["max_n"] = min(settings.max_n, settings.max_num_seqs + settings.max_waiting)
-    return Limits(max_seconds=settings.max_request_seconds or None, **given)
+    return Limits(**given)
 
 
 def _reports(tracer: Tracer | None) -> Report:

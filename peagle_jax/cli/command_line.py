@@ -8,8 +8,10 @@ import argparse
 import contextlib
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 
-from peagle_jax.options import options_of
+from peagle_jax.errors import ConfigError
+from peagle_jax.options import Option, options_of, read
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,29 +93,41 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} must be ID=BIAS, as 42=-5") from error
 
 
-_TYPES = {"int": whole, "float": float, "text": str, "texts": str, "ints": whole, "biases": _bias}
+_ITEMS = {"texts": str, "ints": whole, "biases": _bias}
+"""Types of the items of lists."""
 
 
-def add_options(add: Callable, owner: type, *names: str) -> None:
-    """Adds these options of a dataclass (`peagle_jax.options`). Without a value their attribute is None."""
+def _from_text(one: Option, text: str) -> object:
+    try:
+        return read(one, text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_options(add: Callable, owner: type, *names: str, has_defaults: bool = True) -> None:
+    """Adds these options of a dataclass (`peagle_jax.options`).
+
+    Args:
+      has_defaults: whether options without a value have an attribute: their default, or None for lists.
+    """
     for one in map(options_of(owner).__getitem__, names):
         is_shown = one.default is not None and not isinstance(one.default, bool | tuple)
         shown = f"{one.default:g}" if isinstance(one.default, float) else one.default
         text = f"{one.help} (default: {shown})" if is_shown else one.help
         flags = [f"--{one.flag}", *([one.short] if one.short else [])]
-        arguments = dict(dest=one.name, default=None, help=text)
+        default = None if one.kind in _ITEMS else one.default
+        default = default if has_defaults else argparse.SUPPRESS
+        arguments = dict(dest=one.name, default=default, help=text)
         if one.kind == "bool":
-            switch = argparse.BooleanOptionalAction if one.default else "store_true"
+            switch = "store_true" if one.default is False else argparse.BooleanOptionalAction
             add(*flags, action=switch, **arguments)
             continue
-        if isinstance(one.default, tuple) or one.kind == "ints":
-            arguments["action"] = "append"
-        arguments["metavar"] = one.metavar
-        if one.kind == "choice":
-            arguments["choices"] = one.choices
+        if one.kind in _ITEMS:
+            arguments |= dict(action="append", type=_ITEMS[one.kind])
         else:
-            arguments["type"] = _TYPES[one.kind]
-        add(*flags, **arguments)
+            arguments["type"] = partial(_from_text, one)
+        choices = "{" + ",".join(one.choices) + "}" if one.choices else None
+        add(*flags, metavar=one.metavar or choices, **arguments)
 
 
 def given(args: argparse.Namespace, *names: str) -> dict[str, object]:

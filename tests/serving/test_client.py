@@ -27,7 +27,10 @@ def ask(server, capsys):
     """Runs the command in this process; returns its exit code, stdout and stderr."""
 
     def run(*arguments: str):
-        code = main(["--address", server.address, *arguments])
+        try:
+            code = main(["--address", server.address, *arguments])
+        except SystemExit as end:  # of argparse
+            code = end.code
         return code, *capsys.readouterr()
 
     return run
@@ -144,13 +147,13 @@ def test_a_failed_turn_is_not_part_of_the_conversation(server, ask):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["a", "--temperature", "-1"], "--temperature: -1.0 must be between 0 and 100"),
+        (["a", "--temperature", "-1"], "temperature=-1.0 must be between 0 and 100"),
         (["a", "--n", "2"], "greedy sequences would be equal"),
-        (["a", "--top-p", "0"], "--top-p: 0.0 must be in (0, 1]"),
-        (["a", "--max-tokens", "0"], "--max-tokens: 0 must be at least 1"),
+        (["a", "--top-p", "0"], "top_p=0.0 must be in (0, 1]"),
+        (["a", "--max-tokens", "0"], "max_tokens=0 must be at least 1"),
         (["a", "--n", "0"], "--n must be at least 1"),
-        (["a", "--top-k", "-1"], "--top-k: -1 must be 0 (off) or positive"),
-        (["a", "--seed", "-1"], "--seed: -1 must be between 0 and 2**63 - 1"),
+        (["a", "--top-k", "-1"], "top_k=-1 must be 0 (off) or positive"),
+        (["a", "--seed", "-1"], "seed=-1 must be between 0 and 2**63 - 1"),
         (
             ["a", "--priority", "99999999999"],
             "cannot be sent",
@@ -180,12 +183,10 @@ def test_bad_input_is_one_line_and_code_2(ask, arguments, word):
     assert err.count("\n") == 1
 
 
-def test_unknown_options_are_refused(ask, capsys):
+def test_unknown_options_are_refused(ask):
     for arguments in (["--temp", "1"], ["--chat-option", "x"], ["a", "b"]):
-        with pytest.raises(SystemExit) as caught:
-            ask(*arguments)
-        assert caught.value.code == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        code, _, err = ask(*arguments)
+        assert (code, err.count("\n")) == (2, 1)
 
 
 class Reasoner(peagle_v1_pb2_grpc.GenerationServicer):

@@ -129,7 +129,7 @@ def test_without_a_parent_the_span_is_a_root(server, spans, headers):
 
 
 def test_errors_are_recorded_in_the_span(server, spans, monkeypatch, pace):
-    monkeypatch.setattr(server.frontend.admission, "limits", Limits(max_seconds=0.5))
+    monkeypatch.setattr(server.frontend.admission, "limits", Limits(max_request_seconds=0.5))
 
     ended: list = []
 
