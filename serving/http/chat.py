@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationInfo, WrapValidator
 
 from peagle_jax.text.tokenizer import Ending
-from serving.errors import invalid
+from serving.errors import ServiceError, invalid
 from serving.frontend import Frontend
 from serving.http.dialect import OPENAI
 from serving.http.fields import Fields, Reading, ignored, refused
@@ -219,24 +220,25 @@ class Chat(Route[ChatFields]):
         return encode
 
     def converted(
-        self,
-        content: dict[str, object],
-        caller: Caller,
-        *,
-        method: str,
-        names: Mapping[str, str] | None = None,
+        self, content: dict[str, object], caller: Caller, *, method: str, names: Mapping[str, str]
     ) -> Conversation:
         """The conversation of another route's request, in the form of this route's requests.
 
         Args:
           method: the path that the client called.
-          names: that route's names of our parameters, where they differ from this one's.
+          names: that route's names of this one's fields, where they differ. One that ends in * stands for all that
+            it begins.
 
         Raises:
           ServiceError: see `Route.read`.
         """
-        fields = ChatFields.read(content, Reading(self._frontend.limits))
-        return self._conversation(fields, caller, method=method, names=names)
+        try:
+            fields = ChatFields.read(content, Reading(self._frontend.limits))
+            return self._conversation(fields, caller, method=method, names=names)
+        except ServiceError as error:
+            if error.field is None:
+                raise
+            raise error.of_field(renamed(error.field, names)) from None
 
     def _conversation(
         self,
@@ -244,7 +246,7 @@ class Chat(Route[ChatFields]):
         caller: Caller,
         *,
         method: str,
-        names: Mapping[str, str] | None = None,
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> Conversation:
         frontend, options = self._frontend, read_options(fields)
         max_tokens, name = _max_tokens(fields)
@@ -253,7 +255,6 @@ class Chat(Route[ChatFields]):
             "logprobs": "top_logprobs",
             "max_tokens": name,
             "prompt": "messages",
-            **(names or {}),
         }
         params = read_params(
             fields,
@@ -291,19 +292,29 @@ class Chat(Route[ChatFields]):
             protocol="http",
             method=method,
             trace=caller.trace,
-            spelling=spelling,
+            spelling={key: renamed(field, names) for key, field in spelling.items()},
         )
 
         ending = fields.ending
 
         async def encode() -> Ask:
-            field = spelling["prompt"]
+            field = ask.spelling["prompt"]
             prompt = await frontend.chat(
                 messages, variables, tools=tools, field=field, ending=ending
             )
             return replace(ask, prompt=prompt)
 
         return Conversation(encode, options, is_parallel=fields.parallel_tool_calls)
+
+
+def renamed(field: str, names: Mapping[str, str]) -> str:
+    """The name of a chat's field on a route with `names`, see `Chat.converted`."""
+    for ours, theirs in names.items():
+        if ours.endswith("*") and field.startswith(ours[:-1]):
+            return theirs
+        if field == ours or field.startswith(f"{ours}."):
+            return theirs + field[len(ours) :]
+    return field
 
 
 def _with_thinking(message: dict[str, object]) -> dict[str, object]:

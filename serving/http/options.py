@@ -204,7 +204,7 @@ def read_params(
       ServiceError: INVALID_ARGUMENT names a field.
     """
     structured, spelling["structured"] = read_structured(
-        fields.response_format, fields.structured_outputs, spelling
+        fields.response_format, fields.structured_outputs
     )
     values = {name: getattr(fields, spelled(name)) for name in _SHARED}
     for name, none in (("top_k", 0), ("seed", None)):
