@@ -15,12 +15,12 @@ from serving.access import RESERVE, Access
 from serving.engine_child import EngineChild
 from serving.frames import ClosedError
 from serving.frontend import Frontend, State
-from serving.heap import settle_heap
 from serving.http.connection import TimeLimits
 from serving.http.gate import Gate
 from serving.http.server import HttpServer
 from serving.limits import Limits
 from serving.logs import configure, log_figures, log_refusal, log_request
+from serving.memory import settle_heap
 from serving.remote import RemoteEngine
 from serving.rpc.server import RpcServer
 from serving.settings import Settings, served_name

@@ -20,16 +20,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 
+from peagle_jax import SamplingParams
 from peagle_jax.engine.host.scheduler import QueueFull
 from peagle_jax.text.tokenizer import Tokenizer
 from serving import caller
 from serving.admission import Admission, late
 from serving.constraints import Constraints
 from serving.errors import Code, ServiceError
-from serving.jobs import jobs_of
 from serving.limits import Limits
 from serving.memory import MemoryReturn
-from serving.messages import Death, Event, Listener, Load, Refused, Worker
+from serving.messages import Death, Event, Job, Listener, Load, Refused, Worker
 from serving.metrics import Metrics
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ReplyParser
@@ -407,3 +407,21 @@ class Frontend:
 def _has_spare_cores() -> bool:
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (count or 1) > _FEW_CORES
+
+
+def jobs_of(ask: Ask, number: int) -> list[Job]:
+    """One job for each sequence; its key is `number` and its place among them."""
+    # A caller cannot measure by time what others have asked for.
+    salt = ask.caller, ask.cache_salt
+    matchers = ask.matchers or [None] * ask.n
+    return [
+        Job((number, i), ask.prompt, _numbered(ask.params, i), salt, ask.priority, matchers[i])
+        for i in range(ask.n)
+    ]
+
+
+def _numbered(params: SamplingParams, index: int) -> SamplingParams:
+    """Parameters of sequence `index` of a request: sequence 0 has the client's seed, others have their own."""
+    if index == 0 or params.seed is None:
+        return params
+    return replace(params, seed=(params.seed + index) % 2**63)

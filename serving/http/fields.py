@@ -1,7 +1,7 @@
 """Base of the pydantic models of request bodies, which declare every field of the APIs; refusals in this server's
 own words.
 
-A field is honoured unless its type is `ignored` or `refused`. `field_table` writes docs/fields.md from this.
+A field is honoured unless its type is `ignored` or `refused`.
 """
 
 import itertools

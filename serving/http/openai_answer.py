@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Literal, Protocol
 
 from serving.http import reports
+from serving.http.errors import dump
 from serving.http.options import Options
-from serving.http.template import MARK, Template
 from serving.stream import Delta, Stream
 
 TextField = Literal["text", "reasoning"]
@@ -25,6 +25,26 @@ class Choices(Protocol):
 
     def whole(self, index: int, delta: Delta) -> dict:
         """A choice of a complete answer; `delta` is all of it."""
+
+
+MARK = "\0text\0"
+"""Stands for the text in the object that a template is made from."""
+
+
+class Template:
+    """The JSON of an object, with a gap for a text: what stands around it is encoded once.
+
+    Args:
+      content: the object, as `dump` takes it, with `MARK` as the text. Nothing behind the text comes from a client,
+        so the last mark is it.
+    """
+
+    def __init__(self, content: dict):
+        self._before, _, self._after = dump(content).rpartition(dump(MARK))
+
+    def filled(self, text: str) -> bytes:
+        """`dump` of the object with `text`."""
+        return b"".join((self._before, dump(text), self._after))
 
 
 class OpenAiAnswer:

@@ -1,4 +1,12 @@
-"""The HTTP server: uvicorn within the running event loop, behind a listener with limits."""
+"""The HTTP server: uvicorn within the running event loop, behind a listener with limits.
+
+What is our own stands here because no option of a library does it before work is done (uvicorn 0.54, hypercorn,
+granian): uvicorn's `limit_concurrency` counts requests that were accepted and parsed, and no server counts
+connections by address (`gate`); asyncio's listener logs each accept that fails for lack of descriptors, up to the
+backlog in a turn (`listener`); `timeout_keep_alive` starts anew with each byte, and nothing limits the time of a head
+or of a reader that stalls (`connection`); h11 takes heads that a proxy may read in another way (`find_fault`); a
+connection that is closed while the client sends is reset, and the answer, such as 413, lost with it (`linger`).
+"""
 
 import asyncio
 import contextlib

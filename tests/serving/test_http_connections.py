@@ -13,9 +13,8 @@ import time
 import httpx
 import pytest
 
-from serving.http.connection import TimeLimits
+from serving.http.connection import TimeLimits, find_fault
 from serving.http.gate import Gate
-from serving.http.head import find_fault
 from serving.http.listener import Listener
 from serving.http.server import _listen
 from serving.tls import Certificates
