@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from peagle_jax.config import ConfigError
 from serving.constraint_memory import ConstraintsFull
-from serving.frames import Channel, ClosedError, encode, packed, packed_load
+from serving.frames import Channel, ClosedError, encode, packed
 from serving.messages import Checked, Event, Job, Listener
 from serving.worker import EngineWorker
 
@@ -128,7 +128,7 @@ class Hub:
         of = worker.description
         folder = None if of.tokenizer is None else of.tokenizer.folder
         parts = of.config, of.target_config, of.drafter_config, folder
-        self.send("described", parts, packed_load(worker.load))
+        self.send("described", parts, worker.load)
         listener = Listener(
             deliver=self._deliver,
             on_ready=lambda: self.send("ready"),
@@ -138,7 +138,7 @@ class Hub:
 
     def _deliver(self, events: Sequence[Event], num_tokens: int) -> None:
         """Called by the engine's thread after each round."""
-        state = packed_load(self._worker.load), self._worker.batch_sizes_pending
+        state = self._worker.load, self._worker.batch_sizes_pending
         self.send("round", packed(events), num_tokens, *state)
 
     def _wake(self) -> None:

@@ -69,23 +69,8 @@ class Ended(NamedTuple):
     @classmethod
     def of(cls, request: Request) -> Self:
         """The record of a request that has ended."""
-        return cls(
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            error=request.error,
-            error_is_the_clients=request.error_is_the_clients,
-            num_tokens=len(request.output),
-            num_draft=request.num_draft,
-            rounds=request.rounds,
-            emitted=request.emitted,
-            drafted=request.drafted,
-            accepted=request.accepted,
-            accepted_per_position=request.accepted_per_position,
-            drafted_per_position=request.drafted_per_position,
-            start_time=request.start_time,
-            first_token_time=request.first_token_time,
-            finish_time=request.finish_time,
-        )
+        given = {name: getattr(request, name) for name in cls._fields if name != "num_tokens"}
+        return cls(num_tokens=len(request.output), **given)
 
 
 class Tokens(NamedTuple):

@@ -14,8 +14,8 @@ from peagle_jax.engine.host.pages import Salt
 from peagle_jax.engine.host.stats import DeviceMemory
 from peagle_jax.text.tokenizer import Tokenizer
 from serving.errors import Code, ServiceError
-from serving.frames import Channel, ClosedError, encode, unpacked, unpacked_load
-from serving.messages import Checked, Death, Description, Job, Listener, Load
+from serving.frames import Channel, ClosedError, encode, unpacked
+from serving.messages import Checked, Death, Description, Job, Listener
 
 _log = logging.getLogger(__name__)
 GONE = Death("process ended", "its process has ended")
@@ -66,17 +66,12 @@ class RemoteEngine:
         kind, *content = self._channel.receive()
         if kind == "refused":
             raise ConfigError(content[0])
-        (*models, folder), self._load = content
+        (*models, folder), self.load = content
         if folder is None:
             tokenizer = None
         elif tokenizer is None or tokenizer.folder != Path(folder):
             tokenizer = Tokenizer(folder)
         self.description = Description(*models, tokenizer)
-
-    @property
-    def load(self) -> Load:
-        """It is made when it is read, because one comes with each round."""
-        return unpacked_load(self._load)
 
     def start(self, listener: Listener) -> None:
         self._listener, self._loop = listener, asyncio.get_running_loop()
@@ -183,7 +178,7 @@ class RemoteEngine:
     def _handle(self, message: tuple) -> None:
         match message:
             case "round", items, num_tokens, load, pending:
-                self._load, self.busy_seconds = load, 0.0
+                self.load, self.busy_seconds = load, 0.0
                 self.batch_sizes_pending = pending
                 self._listener.deliver(unpacked(items), num_tokens)
             case "answer", number, value:

@@ -102,7 +102,6 @@ class BlockAnswer(ABC):
         self._finish: Finish | None = None
 
     def whole(self, deltas: Mapping[int, Delta], streams: Sequence[Stream]) -> dict:
-        """See `Answer`."""
         for _ in self._changes(deltas[0]):
             pass
         return self._whole(streams)

@@ -13,9 +13,9 @@ from serving.errors import ServiceError, invalid
 from serving.frontend import Frontend
 from serving.http.dialect import OPENAI
 from serving.http.fields import Fields, Reading, ignored, refused
-from serving.http.openai_answer import OpenAiAnswer, TextField
+from serving.http.openai_answer import ChoiceReports, OpenAiAnswer, TextField
 from serving.http.options import LABEL, Options, SharedFields, read_options, read_params
-from serving.http.reports import Rounds, chat_logprobs
+from serving.http.reports import chat_logprobs
 from serving.http.route import Call, Caller, Encode, Route
 from serving.http.tools import MessageCall, ToolFields
 from serving.stream import Ask, Delta
@@ -197,6 +197,8 @@ class Conversation:
 
 
 class Chat(Route[ChatFields]):
+    """A conversation, as OpenAI's API has it."""
+
     path = "/v1/chat/completions"
     dialect = OPENAI
     fields = ChatFields
@@ -344,10 +346,10 @@ class _Choices:
     def __init__(
         self, frontend: Frontend, options: Options, prompt: list[int], *, is_parallel: bool
     ):
-        self._tokenizer, self._options, self._prompt = frontend.tokenizer, options, prompt
+        self._tokenizer, self._prompt = frontend.tokenizer, prompt
+        self._reports = ChoiceReports(options, frontend.tokenizer)
         self._has_reasoning = frontend.replies.has_reasoning
         self._max_calls = None if is_parallel else 1
-        self._rounds = Rounds(frontend.tokenizer)
         self._started: set[int] = set()
         self._num_calls: Counter[int] = Counter()
 
@@ -414,11 +416,6 @@ class _Choices:
             "finish_reason": reason,
             "stop_reason": finish and finish.stop_reason,
         }
-        if self._options.with_rounds:
-            choice["rounds"] = self._rounds.of(index, delta)
-        if self._options.with_ids:
-            choice["token_ids"] = delta.tokens
-            if index not in self._started:
-                choice["prompt_token_ids"] = self._prompt
+        prompt = None if index in self._started else self._prompt
         self._started.add(index)
-        return choice
+        return choice | self._reports.of(index, delta, prompt)

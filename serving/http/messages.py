@@ -24,6 +24,8 @@ _REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
 class Messages(Adapter[MessagesFields]):
+    """A conversation, as Anthropic's API has it."""
+
     path = "/v1/messages"
     dialect = ANTHROPIC
     fields = MessagesFields
@@ -35,7 +37,7 @@ class Messages(Adapter[MessagesFields]):
 
 
 class CountTokens(Adapter[PromptFields]):
-    """`/v1/messages/count_tokens`: the tokens of a prompt; see `Route`."""
+    """The number of tokens of a prompt."""
 
     path = "/v1/messages/count_tokens"
     dialect = ANTHROPIC

@@ -26,6 +26,8 @@ _TEXT_EVENTS = {
 
 
 class Responses(Adapter[ResponsesFields]):
+    """A conversation, as OpenAI's newer API has it."""
+
     path = "/v1/responses"
     dialect = RESPONSES
     fields = ResponsesFields
@@ -47,7 +49,7 @@ class Responses(Adapter[ResponsesFields]):
 
 
 class CountInputTokens(Responses):
-    """`/v1/responses/input_tokens`: the tokens of a prompt; see `Route`."""
+    """The number of tokens of a prompt."""
 
     path = "/v1/responses/input_tokens"
 

@@ -35,6 +35,8 @@ class DetokenizeFields(Fields):
 
 
 class Tokenize(Route[TokenizeFields]):
+    """The tokens of a text or a conversation."""
+
     path = "/tokenize"
     dialect = OPENAI
     fields = TokenizeFields
@@ -81,6 +83,8 @@ class Tokenize(Route[TokenizeFields]):
 
 
 class Detokenize(Route[DetokenizeFields]):
+    """The text of tokens."""
+
     path = "/detokenize"
     dialect = OPENAI
     fields = DetokenizeFields

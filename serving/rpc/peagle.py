@@ -2,18 +2,17 @@
 
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from peagle_jax import SamplingParams
 from peagle_jax.engine.host.request import PromptLogprob, TokenLogprob
 from peagle_jax.engine.host.stats import Acceptance
 from peagle_jax.structured import Structured
-from peagle_jax.text.tokenizer import Tokenizer
 from serving import request_ids, turns
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.json_input import parse_small_object
-from serving.params import cache_salt, constraint, prompt_ids, sampling_params
+from serving.params import cache_salt, prompt_ids, sampling_params
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from serving.replies.parts import ReplyPart
@@ -40,14 +39,14 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         ask = await self._ask(request, context, "Generate")
         async with self._frontend.open(ask) as stream:
             await calls.accepted(context, ask.request_id)
-            left, rounds = stream.n, _Rounds(request.output, self._frontend.tokenizer)
+            left, rounds = stream.n, self._rounds(request.output)
             async for delta in stream:
                 message = _delta(delta)
                 if delta.prompt_logprobs:
                     async for some in _prompt_logprobs(delta.prompt_logprobs):
                         message.prompt_logprobs.extend(some)
-                if rounds.are_wanted:
-                    message.rounds.extend(rounds.of(delta))
+                if request.output.return_rounds:
+                    message.rounds.extend(rounds(delta))
                 if delta.finish is not None:
                     left -= 1
                     if left == 0:
@@ -62,10 +61,11 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             await calls.accepted(context, ask.request_id)
             response.sequences.extend(pb.Sequence() for _ in range(stream.n))
             replies = [ReplyPart()] * stream.n
-            rounds = _Rounds(request.output, self._frontend.tokenizer)
+            rounds = self._rounds(request.output)
             async for delta in stream:
                 sequence = response.sequences[delta.index]
-                sequence.rounds.extend(rounds.of(delta))
+                if request.output.return_rounds:
+                    sequence.rounds.extend(rounds(delta))
                 replies[delta.index] += ReplyPart(delta.text, delta.reasoning)
                 sequence.tool_calls.extend(calls_of(delta))
                 sequence.token_ids.extend(delta.tokens)
@@ -138,10 +138,8 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         if request.HasField("cache_salt"):
             salt = cache_salt(request.cache_salt, field="cache_salt")
         tools = tools_of(request.chat, self._frontend)
-        field = f"structured.{request.structured.WhichOneof('constraint')}"
-        params = dataclasses.replace(
-            params, structured=self._beside_calls(params.structured, tools, field)
-        )
+        field, text = calls.constraint_of(request.structured, "structured")
+        params = dataclasses.replace(params, structured=self._beside_calls(text, tools, field))
         prompt = await self._prompt(request, tools)
         ask = Ask(
             request_id=request_id,
@@ -163,6 +161,12 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             },
         )
         return await self._frontend.constrain(ask, address=calls.address(context))
+
+    def _rounds(self, output: pb.Output) -> Callable[[Delta], list[pb.Round]]:
+        """A function that makes the messages about the rounds of the next delta."""
+        with_text = not output.tokens_only
+        reports = RoundReports(self._frontend.tokenizer if with_text else None)
+        return lambda delta: [_round(one, with_text) for one in reports.of(delta.index, delta)]
 
     def _beside_calls(
         self, text: Structured | None, tools: list[dict], field: str
@@ -202,43 +206,15 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
     def _params(self, request: pb.GenerateRequest) -> SamplingParams:
         values = GENERATE.read(request)
         values.setdefault("max_tokens", self._frontend.config.max_model_len)
-        constraint = _structured(request.structured)
-        return sampling_params(
-            GENERATE.spelling, self._frontend.limits, structured=constraint, **values
-        )
+        return sampling_params(GENERATE.spelling, self._frontend.limits, **values)
 
 
-class _Rounds:
-    """Makes the messages about rounds, if a request asks for them. One object per request."""
-
-    def __init__(self, output: pb.Output, tokenizer: Tokenizer | None):
-        self.are_wanted, self._with_text = output.return_rounds, not output.tokens_only
-        self._tokenizer = tokenizer if self._with_text else None
-        self._reports: dict[int, RoundReports] = {}
-
-    def of(self, delta: Delta) -> list[pb.Round]:
-        """The rounds of the next delta of its sequence."""
-        if not self.are_wanted:
-            return []
-        if delta.index not in self._reports:
-            self._reports[delta.index] = RoundReports(self._tokenizer)
-        return [self._message(one) for one in self._reports[delta.index].of(delta)]
-
-    def _message(self, one: RoundReport) -> pb.Round:
-        message = pb.Round(tokens=len(one.texts), accepted=one.accepted, draft_ids=one.draft_ids)
-        if self._with_text:
-            message.drafts.extend(one.drafts)
-            message.texts.extend(one.texts)
-        return message
-
-
-def _structured(given: pb.Structured) -> Structured | None:
-    kind = given.WhichOneof("constraint")
-    return constraint(
-        f"structured.{kind}",
-        kind,
-        given.choice.texts if kind == "choice" else kind and getattr(given, kind),
-    )
+def _round(one: RoundReport, with_text: bool) -> pb.Round:
+    message = pb.Round(tokens=len(one.texts), accepted=one.accepted, draft_ids=one.draft_ids)
+    if with_text:
+        message.drafts.extend(one.drafts)
+        message.texts.extend(one.texts)
+    return message
 
 
 _REASONS = {

@@ -1,6 +1,7 @@
 """`vllm.grpc.engine.VllmEngine`: the service that gateways for vLLM call. Its proto documents all fields."""
 
 import asyncio
+import dataclasses
 import hashlib
 import io
 import time
@@ -16,12 +17,10 @@ from peagle_jax import SamplingParams
 from peagle_jax.checkpoint.target_writer import ARCHITECTURES
 from peagle_jax.engine.host.request import PromptLogprob, TokenLogprob
 from peagle_jax.engine.host.stats import Acceptance
-from peagle_jax.structured import Structured
 from serving import request_ids, turns
 from serving.errors import Code, ServiceError, invalid
 from serving.frontend import Frontend, State
 from serving.params import (
-    constraint,
     prompt_ids,
     refuse_unless_neutral,
     sampling_params,
@@ -175,6 +174,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         _refuse_unsupported(request)
         request_id = request_ids.request_id(request.request_id)
         params = self._params(request, _drafts(context))
+        field, constraint = calls.constraint_of(request.sampling_params, "sampling_params")
         kind = request.WhichOneof("input")
         if kind is None:
             raise invalid("input", "set one of tokenized and text")
@@ -186,7 +186,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         ask = Ask(
             request_id=request_id,
             prompt=prompt,
-            params=params,
+            params=dataclasses.replace(params, structured=constraint),
             n=request.sampling_params.n or 1,
             deadline=calls.deadline(context),
             cache_salt=calls.cache_salt(context),
@@ -196,7 +196,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             spelling=_SPELLING
             | {
                 "prompt": "text" if kind == "text" else "tokenized.input_ids",
-                "structured": _constraint_field(request.sampling_params),
+                "structured": field,
             },
         )
         # A gateway has put chats into the template.
@@ -208,8 +208,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         values = defaults | _PLACES.read(request) | {"num_speculative_tokens": drafts}
         if values.get("seed") == -1:
             del values["seed"]
-        structured = _structured(request.sampling_params)
-        return sampling_params(_SPELLING, self._frontend.limits, structured=structured, **values)
+        return sampling_params(_SPELLING, self._frontend.limits, **values)
 
 
 class _Pace:
@@ -261,16 +260,6 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     refuse_unless_neutral(field, cut, (False,), "cutting prompts")
     tag = given.HasField("structural_tag")
     refuse_unless_neutral("sampling_params.structural_tag", tag, (False,), "a structural tag")
-
-
-def _constraint_field(given: pb.SamplingParams) -> str:
-    return f"sampling_params.{given.WhichOneof('constraint')}"
-
-
-def _structured(given: pb.SamplingParams) -> Structured | None:
-    kind = given.WhichOneof("constraint")
-    value = given.choice.choices if kind == "choice" else kind and getattr(given, kind)
-    return constraint(_constraint_field(given), kind, value)
 
 
 def _drafts(context) -> int | None:

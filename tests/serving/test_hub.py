@@ -6,16 +6,14 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.host.request import Round, TokenLogprob
-from peagle_jax.engine.host.stats import Acceptance
 from serving import hub
-from serving.frames import Channel, Inbox, encode, packed, packed_load, unpacked, unpacked_load
+from serving.frames import Channel, Inbox, encode, packed, unpacked
 from serving.hub import Hub
 from serving.messages import Ended, Job, Load, Refused, Tokens
 from serving.run_clock import RunClock
@@ -84,16 +82,6 @@ def test_events_arrive_as_they_were_sent():
     assert [type(first.round), type(first.request)] == [Round, Ended]
     assert refused.keys == ((6, 0), (6, 1))
     assert (refused.error.field, refused.error.rule) == ("prompt", "is empty")
-
-
-def test_a_load_arrives_as_it_was_sent():
-    counts = dict(
-        acceptance=Acceptance(5, 6, 7, 8, (1, 2), (3, 4)),
-    )
-    numbers = {one.name: i for i, one in enumerate(fields(Load)) if one.type in (int, float)}
-    load = Load(num_draft={1: 3}, **counts, **numbers)
-    (message,) = Inbox().feed(encode(("load", packed_load(load))))
-    assert unpacked_load(message[1]) == load
 
 
 def job(number: int) -> Job:
