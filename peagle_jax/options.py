@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Never, Union, get_args, get_origin
 
 from peagle_jax.errors import ConfigError
 from peagle_jax.removed import check_choice
@@ -109,49 +109,89 @@ def _kind_of(annotation: Any) -> tuple[Kind, tuple[str, ...]]:
 
 
 def read(one: Option, given: object) -> object:
-    """The value of an option from a text, or from a value of a file.
+    """The value of an option from a text, or from a value of JSON or YAML.
 
     Raises:
-      ConfigError: there is no such value; the message shows what was given.
+      ConfigError: there is no such value, or it breaks a rule.
     """
     if given is None and one.default is None:
         return None
-    value = _READERS[one.kind](given)
-    if value is None:
-        raise ConfigError(f"{given!r} must be {_WANTED[one.kind]}")
+    value = converted(one, given)
     check(one, value)
     return value
 
 
-def _truth(given: object) -> bool | None:
-    return _TRUTH.get(str(given).lower())
+def converted(one: Option, given: object, *, texts_are_numbers: bool = True) -> object:
+    """`read` without the option's own rules.
+
+    Args:
+      texts_are_numbers: whether a text may stand for a number or a truth value.
+    """
+    try:
+        if isinstance(given, str) and not texts_are_numbers and not one.kind.startswith("text"):
+            return _refused(given)
+        return _READERS[one.kind](given)
+    except (ValueError, TypeError, KeyError, OverflowError):
+        raise ConfigError(f"{given!r} must be {_WANTED[one.kind]}") from None
 
 
-def _number(kind: type) -> Callable[[object], float | None]:
-    def number(given: object) -> float | None:
-        is_number = isinstance(given, int | kind | str) and not isinstance(given, bool)
-        try:
-            return kind(given) if is_number else None
-        except ValueError:
-            return None
-
-    return number
+def _refused(given: object) -> Never:
+    raise ValueError(given)
 
 
-def _text(given: object) -> str | None:
-    return given if isinstance(given, str) else None
+def _int(given: object) -> int:
+    is_number = isinstance(given, int | str) and not isinstance(given, bool)
+    if isinstance(given, float) and given.is_integer():
+        return int(given)
+    return int(given) if is_number else _refused(given)
 
 
-_WANTED = {"bool": "true or false", "int": "a whole number", "float": "a number", "text": "a text"}
+def _float(given: object) -> float:
+    is_number = isinstance(given, int | float | str) and not isinstance(given, bool)
+    return float(given) if is_number else _refused(given)
+
+
+def _text(given: object) -> str:
+    return given if isinstance(given, str) else _refused(given)
+
+
+def _texts(given: object) -> tuple[str, ...]:
+    if isinstance(given, str):
+        return (given,)
+    return tuple(map(_text, given)) if isinstance(given, list) else _refused(given)
+
+
+def _ints(given: object) -> tuple[int, ...]:
+    return tuple(map(_int, given)) if isinstance(given, list) else _refused(given)
+
+
+def _biases(given: object) -> dict[int, float]:
+    if not isinstance(given, dict):
+        return _refused(given)
+    return {_int(token): _float(bias) for token, bias in given.items()}
+
+
+_WANTED = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "text": "a text",
+    "texts": "a string or a list of strings",
+    "ints": "a list of token ids",
+    "biases": "an object of token ids and numbers",
+}
 _TRUTH = dict.fromkeys(("true", "1", "yes", "on", "y", "t"), True) | dict.fromkeys(
     ("false", "0", "no", "off", "n", "f"), False
 )
 _READERS: dict[Kind, Callable[[object], object]] = {
-    "bool": _truth,
-    "int": _number(int),
-    "float": _number(float),
+    "bool": lambda given: _TRUTH[str(given).lower()],
+    "int": _int,
+    "float": _float,
     "text": _text,
     "choice": lambda given: given,
+    "texts": _texts,
+    "ints": _ints,
+    "biases": _biases,
 }
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peagle_jax.config import ConfigError
-from peagle_jax.options import Kind, options_of
+from peagle_jax.options import converted, options_of
 from peagle_jax.sampling_params import SamplingParams
 
 
@@ -46,24 +46,6 @@ def _is_list_of(kind: type, value) -> bool:
     return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
-def _is_biases(value) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return all(key.isdecimal() and _is_number(bias) for key, bias in value.items())
-
-
-_is_number = lambda value: type(value) in (int, float)
-_CHECKS: dict[Kind, tuple[Callable[[object], bool], str]] = {
-    "int": (lambda v: type(v) is int, "a whole number"),
-    "float": (_is_number, "a number"),
-    "bool": (lambda v: isinstance(v, bool), "true or false"),
-    "texts": (lambda v: isinstance(v, str) or _is_list_of(str, v), "a string or a list of strings"),
-    "ints": (lambda v: _is_list_of(int, v), "a list of token ids"),
-    "biases": (lambda v: _is_biases(v), "an object of token ids and numbers"),
-}
-"""Check of a JSON value of each kind of options, and what it must be."""
-
-
 def _options(row: dict, where: str) -> dict:
     known = options_of(SamplingParams)
     options = {key: value for key, value in row.items() if key != "prompt"}
@@ -73,12 +55,10 @@ def _options(row: dict, where: str) -> dict:
             f"{where}: unknown option {unknown[0]!r}; known are prompt, {', '.join(sorted(known))}"
         )
     for key, value in options.items():
-        fits, what = _CHECKS[known[key].kind]
-        if not fits(value):
-            raise ConfigError(f"{where}: {key}={value!r} must be {what}")
-    if "logit_bias" in options:
-        biases = options["logit_bias"].items()
-        options["logit_bias"] = {int(token): bias for token, bias in biases}
+        try:
+            options[key] = converted(known[key], value, texts_are_numbers=False)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {key}={error}") from None
     return options
 
 
