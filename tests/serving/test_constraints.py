@@ -230,11 +230,22 @@ def test_what_is_remembered_is_bounded_in_number_and_time(monkeypatch):
     monkeypatch.setattr(constraints, "_MOST_REMEMBERED", 3000)
     memory = constraints._Memory()
     for key in (b"a", b"b", b"a", b"c"):
-        memory.get(key) or memory.put(key, f"text of {key}", 500)
+        memory.get(key) or memory.put(key, f"text of {key}", 500, "a")
     assert [memory.get(key) is None for key in (b"a", b"b", b"c")] == [False, True, False]
     short = constraints._Memory(seconds=0.0)
-    short.put(b"a", "text", 4)
+    short.put(b"a", "text", 4, "a")
     assert short.get(b"a") is None
+
+
+def test_a_client_makes_the_server_forget_no_constraint_of_others(monkeypatch):
+    monkeypatch.setattr(constraints, "_MOST_REMEMBERED", 20_000)
+    memory = constraints._Memory()
+    memory.put(b"mine", "value", 100, "me")
+    for place in range(100):
+        memory.put(b"%d" % place, "value", 1000, "other")
+    assert memory.get(b"mine") == memory.get(b"99") == "value"
+    assert memory.get(b"0") is None
+    assert memory._sizes.total() <= 20_000
 
 
 def test_a_constraint_that_was_checked_needs_no_process(engine, monkeypatch):
