@@ -188,30 +188,19 @@ class Settings(Limits, ModelOptions):
     def __post_init__(self):
         for name, one in options_of(Settings).items():
             object.__setattr__(self, name, read(one, getattr(self, name)))
-        for is_broken, rule in (
-            (
-                self.http_port not in (0, -1) and self.http_port == self.port,
-                f"http_port={self.http_port} must differ from port",
-            ),
-            (
-                (self.tls_cert is None) != (self.tls_key is None),
-                "tls_cert and tls_key belong together: give both or neither",
-            ),
-            (
-                self.tls_client_ca and not self.tls_cert,
-                "tls_client_ca checks clients of TLS: give tls_cert and tls_key too",
-            ),
-            (
-                self.compile_only and self.no_cache,
-                "compile_only puts programs on disk, and no_cache forbids that",
-            ),
-            (
-                self.drafter and self.method == "none",
-                "method none takes no drafter: leave one of the two out",
-            ),
-        ):
-            if is_broken:
-                raise ConfigError(rule)
+        rule = None
+        if self.http_port not in (0, -1) and self.http_port == self.port:
+            rule = f"http_port={self.http_port} must differ from port"
+        elif (self.tls_cert is None) != (self.tls_key is None):
+            rule = "tls_cert and tls_key belong together: give both or neither"
+        elif self.tls_client_ca and not self.tls_cert:
+            rule = "tls_client_ca checks clients of TLS: give tls_cert and tls_key too"
+        elif self.compile_only and self.no_cache:
+            rule = "compile_only puts programs on disk, and no_cache forbids that"
+        elif self.drafter and self.method == "none":
+            rule = "method none takes no drafter: leave one of the two out"
+        if rule is not None:
+            raise ConfigError(rule)
 
     @property
     def is_loopback(self) -> bool:

@@ -20,8 +20,7 @@ from serving.frontend import Frontend, State
 from serving.http.chat import Chat
 from serving.http.completions import Completions
 from serving.http.connection import RESERVED
-from serving.http.dialect import dialect_of
-from serving.http.errors import answer, error_answer, no_such_model
+from serving.http.errors import answer, dialect_of, error_answer, no_such_model
 from serving.http.generation import Generation, Reader
 from serving.http.messages import CountTokens, Messages
 from serving.http.openapi import documentation_routes

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field, Validatio
 from peagle_jax.text.tokenizer import Ending
 from serving.errors import ServiceError, invalid
 from serving.frontend import Frontend
-from serving.http.dialect import OPENAI
+from serving.http.errors import OPENAI
 from serving.http.fields import Fields, Reading, ignored, refused
 from serving.http.openai_answer import ChoiceReports, OpenAiAnswer, TextField
 from serving.http.options import LABEL, Options, SharedFields, read_options, read_params

@@ -9,7 +9,7 @@ from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text.tokenizer import Tokenizer
 from serving.errors import invalid
 from serving.frontend import Frontend
-from serving.http.dialect import OPENAI
+from serving.http.errors import OPENAI
 from serving.http.fields import described, refused
 from serving.http.openai_answer import ChoiceReports, OpenAiAnswer, TextField
 from serving.http.options import Options, SharedFields, read_options, read_params

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from serving.errors import Code, ServiceError
 from serving.http.blocks import Adapter, Block, BlockAnswer, Change
 from serving.http.chat import Conversation
-from serving.http.dialect import ANTHROPIC
+from serving.http.errors import ANTHROPIC
 from serving.http.messages_fields import MessagesFields, PromptFields
 from serving.http.route import Caller
 from serving.stream import Delta, Stream

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from serving.http.blocks import Adapter, Block, BlockAnswer
 from serving.http.chat import Conversation
-from serving.http.dialect import RESPONSES
+from serving.http.errors import RESPONSES
 from serving.http.responses_fields import Function, ResponsesFields
 from serving.http.route import Caller
 from serving.stream import Delta, Stream

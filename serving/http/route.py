@@ -10,7 +10,7 @@ from typing import Protocol
 
 from serving import caller
 from serving.frontend import Frontend
-from serving.http.dialect import Dialect
+from serving.http.errors import Dialect
 from serving.http.fields import Fields, Reading
 from serving.http.options import check_model
 from serving.stream import Ask, Delta, Stream

@@ -5,7 +5,7 @@ granian): uvicorn's `limit_concurrency` counts requests that were accepted and p
 connections by address (`gate`); asyncio's listener logs each accept that fails for lack of descriptors, up to the
 backlog in a turn (`listener`); `timeout_keep_alive` starts anew with each byte, and nothing limits the time of a head
 or of a reader that stalls (`connection`); h11 takes heads that a proxy may read in another way (`find_fault`); a
-connection that is closed while the client sends is reset, and the answer, such as 413, lost with it (`linger`).
+connection that is closed while the client sends is reset, and the answer, such as 413, lost with it (`LingeringTransport`).
 """
 
 import asyncio

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, FailFast
 
 from serving.errors import invalid
 from serving.http.chat import Message, TemplateFields, check_length, check_messages
-from serving.http.dialect import OPENAI
+from serving.http.errors import OPENAI
 from serving.http.fields import Fields, Integers
 from serving.http.route import Caller, Encode, Route
 from serving.tools import Arguments

@@ -16,7 +16,7 @@ from serving import hub
 from serving.frames import Channel, Inbox, encode, packed, unpacked
 from serving.hub import Hub
 from serving.messages import Ended, Job, Load, Refused, Tokens
-from serving.run_clock import RunClock
+from serving.worker import RunClock
 from tests.waiting import LIMIT, eventually
 
 ENDED = Ended("stop", 7, None, False, 9, 3, 4, 8, 12, 5, [3, 2], [4, 4, 4], 1.0, 2.0, 3.0)
