@@ -64,10 +64,7 @@ def prepare_access(settings: Settings) -> Access:
     most = _connections(settings.max_connections, 1 if settings.http_port < 0 else 2)
     per_address = settings.max_connections_per_address or -(-most // 2)
     return Access(
-        tokens=tokens,
-        certificates=certificates,
-        max_connections=most,
-        max_per_address=per_address,
+        tokens=tokens, certificates=certificates, max_connections=most, max_per_address=per_address
     )
 
 

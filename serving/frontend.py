@@ -128,11 +128,7 @@ class Frontend:
         if _has_spare_cores():
             self._prepare()
         self._worker.start(
-            Listener(
-                deliver=self._deliver,
-                on_ready=self._serve,
-                on_death=self._die,
-            )
+            Listener(deliver=self._deliver, on_ready=self._serve, on_death=self._die)
         )
 
     async def change(self, known: State) -> State:
@@ -371,8 +367,7 @@ class Frontend:
         for stream in self.admission.streams:
             stream.fail(
                 ServiceError(
-                    Code.INTERNAL,
-                    f"the engine died ({death.kind}); the server's log says why",
+                    Code.INTERNAL, f"the engine died ({death.kind}); the server's log says why"
                 )
             )
 

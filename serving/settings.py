@@ -259,9 +259,7 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
     given = {one.name: getattr(settings, one.name, None) for one in fields(EngineConfig)}
     same = {name: value for name, value in given.items() if value is not None}
     differing = dict(
-        num_draft=settings.num_speculative_tokens,
-        adaptive=settings.adaptive or "load",
-        dtype=dtype,
+        num_draft=settings.num_speculative_tokens, adaptive=settings.adaptive or "load", dtype=dtype
     )
     return EngineConfig(**same | differing)
 

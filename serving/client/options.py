@@ -3,13 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from peagle_jax.cli.command_line import (
-    Parser,
-    add_constraints,
-    add_options,
-    given,
-    named_value,
-)
+from peagle_jax.cli.command_line import Parser, add_constraints, add_options, given, named_value
 from peagle_jax.errors import ConfigError
 from peagle_jax.options import options_of
 from peagle_jax.sampling_params import SamplingParams

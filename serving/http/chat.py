@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationInfo, WrapValidator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WrapValidator
 
 from peagle_jax.text.tokenizer import Ending
 from serving.errors import ServiceError, invalid
 from serving.frontend import Frontend
 from serving.http.errors import OPENAI
-from serving.http.fields import Fields, Reading, ignored, refused
+from serving.http.fields import Fields, Reading, ignored, listed, refused
 from serving.http.openai_answer import ChoiceReports, OpenAiAnswer, TextField
 from serving.http.options import LABEL, Options, SharedFields, read_options, read_params
 from serving.http.reports import chat_logprobs
@@ -26,21 +26,6 @@ _OF_OTHERS = "the text and reasoning_content have what the model reads"
 VERBOSITY = "models have no such control"
 _REASONING = "answers have the reasoning, if the model marks it"
 _VARIABLE = "send chat_template_kwargs"
-
-
-def check_length(value: object, info: ValidationInfo) -> object:
-    """Refuses a list that is too long before pydantic validates its items."""
-    most = info.context.limits.max_messages
-    if isinstance(value, list) and len(value) > most:
-        raise ValueError(f"{len(value)} are more than the {most} that this server takes")
-    return value
-
-
-def check_messages(value: object) -> object:
-    """Refuses a conversation without a message."""
-    if value == []:
-        raise ValueError("must not be empty")
-    return value
 
 
 def _check_type(value: object) -> object:
@@ -87,16 +72,13 @@ class Message(Fields):
     role: str
     refusal: str | None = None
     content: Annotated[
-        list[Part],
-        FailFast(),
-        BeforeValidator(check_length),
-        WrapValidator(_text, json_schema_input_type=str | list[Part]),
+        listed(Part), WrapValidator(_text, json_schema_input_type=str | list[Part])
     ] = Field(None, validate_default=True)
     # Templates may use these.
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: Annotated[list[MessageCall], FailFast(), BeforeValidator(check_length)] = ()
+    tool_calls: listed(MessageCall) = ()
     tool_call_id: str | None = None
     # Clients send received answers back unchanged, also those of other servers.
     id: ignored(LABEL) = None
@@ -154,9 +136,7 @@ class TemplateFields(ToolFields):
 class ChatFields(SharedFields, TemplateFields):
     """Fields of a request."""
 
-    messages: Annotated[
-        list[Message], FailFast(), BeforeValidator(check_length), BeforeValidator(check_messages)
-    ]
+    messages: listed(Message, is_needed=True)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False

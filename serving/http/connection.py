@@ -40,11 +40,7 @@ class LingeringTransport:
     """
 
     def __init__(
-        self,
-        transport: asyncio.Transport,
-        is_client_sending: Callable[[], bool],
-        *,
-        seconds: float,
+        self, transport: asyncio.Transport, is_client_sending: Callable[[], bool], *, seconds: float
     ):
         self._transport, self._is_client_sending = transport, is_client_sending
         self._seconds = seconds

@@ -3,11 +3,11 @@
 import json
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from serving.errors import invalid
-from serving.http.chat import NO_MARKS, check_length, check_messages
-from serving.http.fields import Fields, Texts, described, ignored, refused, required
+from serving.http.chat import NO_MARKS
+from serving.http.fields import Fields, Texts, described, ignored, listed, refused, required
 from serving.http.options import LABEL, ONE_TIER
 
 
@@ -80,16 +80,11 @@ class TextBlock(Fields):
     citations: ignored(_NO_CITATIONS, []) = None
 
 
-def _as_blocks(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+def _as_block(text: str) -> object:
+    return {"type": "text", "text": text}
 
 
-TextBlocks = Annotated[
-    list[TextBlock],
-    FailFast(),
-    BeforeValidator(check_length),
-    BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock]),
-]
+TextBlocks = listed(TextBlock, _as_block)
 """Text, or a list of blocks of text."""
 
 
@@ -123,12 +118,7 @@ class Message(Fields):
         Literal["user", "assistant", "system", "ctx", "msg"],
         described("must be user, assistant or system"),
     ]
-    content: Annotated[
-        list[Block],
-        FailFast(),
-        BeforeValidator(check_length),
-        BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
-    ]
+    content: listed(Block, _as_block)
 
 
 def _check_tool_type(value: object) -> object:
@@ -215,7 +205,7 @@ class Edit(Fields):
 class ContextManagement(Fields):
     """Edits of the conversation."""
 
-    edits: Annotated[list[Edit], FailFast(), BeforeValidator(check_length)] = ()
+    edits: listed(Edit) = ()
 
     def turns_with_thinking(self) -> int | None:
         """Newest turns of the assistant that keep their reasoning; None: all."""
@@ -235,11 +225,9 @@ class PromptFields(Fields):
     """Fields of which the prompt is made."""
 
     model: str | None = None
-    messages: Annotated[
-        list[Message], FailFast(), BeforeValidator(check_length), BeforeValidator(check_messages)
-    ]
+    messages: listed(Message, is_needed=True)
     system: TextBlocks = ()
-    tools: Annotated[list[Tool], FailFast(), BeforeValidator(check_length)] = ()
+    tools: listed(Tool) = ()
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, object] | None = None

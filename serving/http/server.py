@@ -152,10 +152,7 @@ def _listen(host: str, port: int) -> socket.socket:
         # As gRPC does, which also accepts IPv4 on "::".
         both = host == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(
-            address,
-            family=family,
-            backlog=_BACKLOG,
-            dualstack_ipv6=both,
+            address, family=family, backlog=_BACKLOG, dualstack_ipv6=both
         )
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error

@@ -222,8 +222,7 @@ async def _read_nothing(stream: AsyncIterator[bytes]) -> None:
 
 async def _refuse(request, context):
     raise ServiceError(
-        Code.UNAUTHENTICATED,
-        "send one known token as metadata: authorization: Bearer TOKEN",
+        Code.UNAUTHENTICATED, "send one known token as metadata: authorization: Bearer TOKEN"
     )
 
 

@@ -307,8 +307,7 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             )
         if version not in ("", _VERSION):
             raise ServiceError(
-                Code.NOT_FOUND,
-                f"model {ours!r} has no version {version!r}; it has {_VERSION!r}",
+                Code.NOT_FOUND, f"model {ours!r} has no version {version!r}; it has {_VERSION!r}"
             )
 
 

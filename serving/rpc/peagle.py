@@ -162,10 +162,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             method=f"peagle.v1.Generation/{method}",
             trace=calls.trace(context),
             spelling=GENERATE.spelling
-            | {
-                "prompt": request.WhichOneof("prompt"),
-                "structured": field,
-            },
+            | {"prompt": request.WhichOneof("prompt"), "structured": field},
         )
         return await self._frontend.constrain(ask, address=calls.address(context))
 

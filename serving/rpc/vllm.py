@@ -20,11 +20,7 @@ from peagle_jax.engine.host.stats import Acceptance
 from serving import request_ids, turns
 from serving.errors import Code, ServiceError, invalid
 from serving.frontend import Frontend, State
-from serving.params import (
-    prompt_ids,
-    refuse_unless_neutral,
-    sampling_params,
-)
+from serving.params import prompt_ids, refuse_unless_neutral, sampling_params
 from serving.protos import vllm_engine_pb2 as pb
 from serving.protos import vllm_engine_pb2_grpc
 from serving.rpc import calls
@@ -194,10 +190,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             method=f"{SERVICE}/Generate",
             trace=calls.trace(context),
             spelling=_SPELLING
-            | {
-                "prompt": "text" if kind == "text" else "tokenized.input_ids",
-                "structured": field,
-            },
+            | {"prompt": "text" if kind == "text" else "tokenized.input_ids", "structured": field},
         )
         # A gateway has put chats into the template.
         is_chat = kind == "tokenized" and not request.sampling_params.grammar_from_first_token
