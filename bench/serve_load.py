@@ -452,7 +452,7 @@ def _preset_identity(options: Options) -> dict:
         "prompt_tokens": options.prompt_tokens,
         "duration": options.duration,
         "client_processes": options.client_processes,
-        "api_processes": settings.num_servers,
+        "api_processes": 1,
     }
 
 

@@ -14,8 +14,15 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from peagle_jax.cli.command_line import given
 from peagle_jax.cli.model_folders import check_folders, check_head_is_given, local_folder
-from peagle_jax.cli.options import parser, read_structured, refuse_ineffective
+from peagle_jax.cli.options import (
+    SAMPLED,
+    options_of_engine,
+    parser,
+    read_structured,
+    refuse_ineffective,
+)
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.method.own_drafters import is_own, load_own
 from peagle_jax.sampling_params import SamplingParams
@@ -72,22 +79,8 @@ def _check_models(args, config: EngineConfig) -> None:
 
 
 def _sampling(args, prompts: list[Prompt]) -> list[SamplingParams]:
-    base = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        stop=tuple(args.stop),
-        logprobs=args.logprobs,
-        structured=read_structured(args),
-        min_tokens=args.min_tokens,
-        repetition_penalty=args.repetition_penalty,
-        frequency_penalty=args.frequency_penalty,
-        presence_penalty=args.presence_penalty,
-        logit_bias=tuple(args.logit_bias),
-        bad_words=tuple(args.bad_word),
-    )
+    values = given(args, *SAMPLED, "logprobs") | {"structured": read_structured(args)}
+    base = SamplingParams(**values)
     params = [prompt.params(replace(base, seed=args.seed + i)) for i, prompt in enumerate(prompts)]
     if args.compare:
         return [greedy(param, p.name) for param, p in zip(params, prompts, strict=True)]
@@ -100,21 +93,14 @@ def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) ->
     most = max((param.logprobs or 0) for param in params)
     # Methods are compared at one K, and one prompt at a time is always the same load.
     is_fixed = args.compare or args.concurrency == 1
-    return EngineConfig(
+    differing = dict(
         num_draft=args.num_speculative_tokens if args.compare or args.method != "none" else 0,
         adaptive=args.adaptive or ("off" if is_fixed else "load"),
-        draft_sampling=args.draft_sampling,
-        verify_method=args.verify_method,
-        selector=args.selector,
         max_num_seqs=min(args.concurrency, len(prompts)),
-        max_model_len=args.max_model_len,
         prefix_caching=args.prefix_caching and not args.compare,
         max_logprobs=max(5, most),
-        tensor_parallel=args.tensor_parallel,
-        gather=args.gather,
-        kv_cache_dtype=args.kv_cache_dtype,
-        activations=args.activations,
     )
+    return EngineConfig(**options_of_engine(args) | differing)
 
 
 def _texts(prompts: list[Prompt], tokenizer, args) -> list[str | list[int]]:
@@ -148,7 +134,7 @@ def _check_constraints(engine, params: list[SamplingParams]) -> None:
         try:
             engine.grammars.compile(structured)
         except ConfigError as error:
-            raise ConfigError(f"the constraint of the output: {error.rule}") from error
+            raise ConfigError(f"the constraint of the output: {error.rule or error}") from error
 
 
 @contextlib.contextmanager
@@ -249,7 +235,7 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
         texts = _texts(prompts, engine.tokenizer, args)
     if args.chat:
         params = [_after_reasoning(engine, *pair) for pair in zip(texts, params, strict=True)]
-    if engine.grammars is not None:
+    if engine.tokenizer is not None:
         _check_constraints(engine, params)
     numbers, left_out = _leave_out(prompts, texts, params, [engine])
     prompts, texts, params = ([some[n] for n in numbers] for some in (prompts, texts, params))

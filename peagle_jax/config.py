@@ -5,6 +5,7 @@ from typing import Literal
 
 from peagle_jax.errors import ConfigError
 from peagle_jax.exclusions import check_options
+from peagle_jax.options import at_least, check_all, option
 from peagle_jax.rope_config import DynamicScaling, RopeConfig
 
 Method = Literal["none", "eagle3", "peagle"]
@@ -267,69 +268,96 @@ class OwnDrafterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineOptions:
+    """Those fields of `EngineConfig` that are options of commands and servers too."""
+
+    max_num_seqs: int = option(8, "most requests decoding at once", at_least(1), metavar="N")
+    max_model_len: int = option(
+        2048, "most tokens of prompt and output together", at_least(1), metavar="N"
+    )
+    selector: bool = option(True, "let the head's selector, if it has one, choose the drafts")
+    draft_sampling: Literal["argmax", "sample"] = option(
+        "argmax", "above temperature 0: draft the head's likeliest tokens, or draw them"
+    )
+    verify_method: Literal["token", "block"] = option(
+        "token", "accept sampled drafts one by one, or in a block: never fewer"
+    )
+    tensor_parallel: int = option(
+        1, "devices that share the model and run every round together", at_least(1), metavar="N"
+    )
+    gather: Literal["auto", "library", "peers"] = option(
+        "auto",
+        "how they exchange small arrays: by kernels that store into the memory of their peers, or by the library's "
+        "collectives; auto: peers on Hopper GPUs linked by NVLink",
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = option(
+        "auto", "dtype of keys and values: that of the weights, or e4m3 with scale 1"
+    )
+    activations: Literal["bf16", "fp8"] = option(
+        "bf16", "how products with fp8 weights read activations; fp8 quantises them"
+    )
+    prefix_caching: bool = option(
+        True, "keep the pages of earlier texts, and prefill only what follows them"
+    )
+    saved_rings: int | None = option(
+        None, "beginnings whose sliding windows are kept (default: 64, in 256 MiB)", metavar="N"
+    )
+    prompt_logprobs: bool = option(
+        False, "compile what prompt_logprobs of requests, and echo with logprobs, need"
+    )
+    max_logprobs: int = option(20, "most alternatives per token for logprobs", metavar="N")
+    prefill_calls: int | None = option(
+        None,
+        "most prefill calls between two rounds (default: 1; 4 if nothing decodes)",
+        at_least(1),
+        metavar="N",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(EngineOptions):
     """Engine sizes. The programs are compiled for them, so they are fixed for the engine's lifetime.
 
     Args:
       num_draft: J, most draft tokens per round (the papers' K); 0 is plain decoding.
       adaptive: "load" chooses the drafts of each round at run time, see `engine.host.k_by_load`.
-      max_num_seqs: maximum number of requests in decode; `batch_buckets` derive from it.
       batch_sizes: compiled batch sizes, ascending, the last one `max_num_seqs`; empty: powers of two.
-      max_model_len, page_size: most tokens of prompt plus output; tokens per KV page.
+      page_size: tokens per KV page.
       num_pages: KV pages including the dummy page 0; None: see `memory.fit_pages`.
       prefill_chunk, prefill_rows: prompt tokens per row and call; prompts per prefill call.
       small_prefills: compile smaller prefill programs too, for calls with few tokens (`engine.host.prefill_shapes`).
       long_prefills: and one for a long prompt alone; None: with small_prefills, where no layer has a window.
-      prefill_calls: most prefill calls between two rounds; None: one while a request decodes, else 4.
       max_waiting: places of the queue, beside free slots; without a place `add_request` raises `QueueFull`.
-      draft_sampling: `argmax` drafts, or `sample` from the drafter at the request's temperature.
-      verify_method: how these are accepted, "token" by token or in a "block" (`verify.verify_block`).
-      selector: let the head's selector choose the drafts, if the head has one.
-      saved_rings: beginnings whose sliding windows are kept; None: 64, in 256 MiB (`memory.fit_rings`).
-      prefix_caching: keep the pages of earlier texts, and prefill only what follows them.
-      max_logprobs: most alternatives per token for logprobs. `prompt_logprobs` compiles a prefill program that scores prompts.
-      tensor_parallel: N, devices that run every step together (docs/parallel.md).
-      gather: how they exchange arrays: by the collectives of a "library", or small ones by kernels that store into the
-        memory of their "peers". "auto": peers on Hopper GPUs of one process that NVLink connects.
       check_replicas: compare what all devices hold alike after every call; an engine whose devices differ fails.
       greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: see `greedy_shapes`.
       rounds_per_call: rounds that one call of such a batch runs; None: see `round_shapes.rounds_per_call`.
-      dtype: of weights and activations; kv_cache_dtype: "auto" stores K and V in it, "fp8" as e4m3 with scale 1.
-      activations: "fp8" quantises the rows of fp8 weights, see `quantized_activations`.
+      dtype: of weights and activations.
     """
 
     num_draft: int = 7
     adaptive: Literal["off", "load"] = "off"
-    max_num_seqs: int = 8
     batch_sizes: tuple[int, ...] = ()
-    max_model_len: int = 2048
     page_size: int = 16
     num_pages: int | None = None
     prefill_chunk: int = 128
     prefill_rows: int = 1
     small_prefills: bool = False
     long_prefills: bool | None = None
-    prefill_calls: int | None = None
     max_waiting: int = 4096
-    draft_sampling: Literal["argmax", "sample"] = "argmax"
-    verify_method: Literal["token", "block"] = "token"
-    selector: bool = True
-    prefix_caching: bool = True
-    saved_rings: int | None = None
-    max_logprobs: int = 20  # OpenAI's maximum; computed only in calls with such a request
-    prompt_logprobs: bool = False
-    tensor_parallel: int = 1
-    gather: Literal["auto", "library", "peers"] = "auto"
     check_replicas: bool = False
     greedy_rounds: bool | None = None
     rounds_per_call: int | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    activations: Literal["bf16", "fp8"] = "bf16"
 
     def __post_init__(self):
-        sizes = "max_num_seqs max_model_len page_size max_waiting tensor_parallel rounds_per_call"
-        for name in f"{sizes} prefill_chunk prefill_rows prefill_calls".split():
+        check_all(self)
+        for name in (
+            "page_size",
+            "max_waiting",
+            "rounds_per_call",
+            "prefill_chunk",
+            "prefill_rows",
+        ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
         if not 0 <= self.num_draft <= MAX_NUM_DRAFT:

@@ -8,9 +8,6 @@ from peagle_jax.removed import check_choice
 ADAPTIVE = ("off", "load")
 """Choice of K at run time: none, or by load (`engine.host.k_by_load`)."""
 
-ACTIVATIONS = ("bf16", "fp8")
-"""How products with fp8 weights read activations: as they are, or quantised."""
-
 Rule = tuple[Callable[[object], bool], str]
 
 _RULES: tuple[Rule, ...] = (
@@ -52,7 +49,6 @@ _RULES: tuple[Rule, ...] = (
 def check_options(config) -> None:
     """Raises `ConfigError` for the first rule that an `EngineConfig` breaks."""
     check_choice("adaptive", config.adaptive, ADAPTIVE)
-    check_choice("activations", config.activations, ACTIVATIONS)
     for is_broken, message in _RULES:
         if is_broken(config):
             raise ConfigError(message)

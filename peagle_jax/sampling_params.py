@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from peagle_jax.errors import ConfigError
+from peagle_jax.options import Rule, at_least, check_all, option, within
 from peagle_jax.structured import Structured
 
 MAX_BIAS = 1024
@@ -13,141 +14,142 @@ MAX_END_IDS = 288
 """Most tokens that end the text of a request with `min_tokens`."""
 
 _MAX_BAD_WORDS = 128
-_LEAST_PENALTY = 0.009999999776482582
-"""0.01 in float32, as clients of gRPC send it."""
-_SHOWN = 80
-"""Most characters of a value in an error."""
+_NOT_NEGATIVE = Rule("None or not negative", lambda value: value >= 0)
+# The least is 0.01 in float32, as clients of gRPC send it: less could divide a logit beyond float32.
+_PENALTY = Rule("between 0.01 and 100", lambda value: 0.009999999776482582 <= value <= 100)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request.
+    """Sampling parameters of one request. `structured` is what the text must match; `logprobs` stay those of the
+    unconstrained model. docs/serving.md ("Sampling controls") has the definitions and their order."""
 
-    Args:
-      max_tokens: maximum number of tokens to generate.
-      temperature: 0 for greedy, otherwise the softmax temperature.
-      top_k: keep the k most likely tokens; 0 keeps all.
-      top_p: keep the smallest set of tokens whose probability reaches p.
-      min_p: drop tokens less likely than min_p times the most likely one.
-      seed: random seed; equal seeds give equal outputs if each round has the same number of drafts.
-        None: the request's number.
-      stop: strings that end the text.
-      include_stop_str_in_output: the text includes the stop string that ended it.
-      skip_special_tokens: the text leaves special tokens out. Otherwise it and stop strings have their spelling;
-        the end-of-sequence id that ended the text is left out in either case, unless stop strings are included.
-      stop_ids: token ids that end the text, in addition to the model's end-of-sequence ids.
-      ignore_eos: do not stop at the model's end-of-sequence ids.
-      logprobs: number of most likely alternatives to return per token (0: only the token); None: none.
-      prompt_logprobs: number of most likely alternatives to return per token of the prompt; None: none. The
-        engine needs `EngineConfig.prompt_logprobs`.
-      num_speculative_tokens: drafts per round for this request, at most the engine's; 0: plain decoding.
-      logit_bias: numbers to add to the logits of some tokens; pairs or a mapping of token id to bias.
-      allowed_token_ids: the only tokens that may be generated; None: all.
-      bad_words: words of one token each that are never generated.
-      min_tokens: tokens before which nothing ends the text: neither end-of-sequence nor stop ids may be
-        generated, and stop strings are not looked for.
-      repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
-      frequency_penalty: subtracted from a token's logit for each time that it was generated.
-      presence_penalty: subtracted from the logit of each generated token.
-      structured: what the text must match. `logprobs` stay those of the unconstrained model.
-
-    docs/serving.md ("Sampling controls") has the definitions and their order.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    stop_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    num_speculative_tokens: int | None = None
-    logit_bias: tuple[tuple[int, float], ...] | Mapping[int, float] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
-    min_tokens: int = 0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    max_tokens: int = option(256, "most tokens to generate", at_least(1), metavar="N")
+    temperature: float = option(
+        0.0, "0 is greedy, else the temperature of the softmax", within(0, 100), metavar="T"
+    )
+    top_k: int = option(
+        0,
+        "keep the N most likely tokens; 0 keeps all",
+        Rule("0 (off) or positive, below 2**31", lambda value: 0 <= value < 2**31),
+        metavar="N",
+    )
+    top_p: float = option(
+        1.0,
+        "keep the smallest set of tokens whose probability reaches P",
+        Rule("in (0, 1]", lambda value: 0 < value <= 1),
+        metavar="P",
+    )
+    min_p: float = option(
+        0.0,
+        "drop tokens less likely than P times the most likely one",
+        Rule("in [0, 1]", lambda value: 0 <= value <= 1),
+        metavar="P",
+    )
+    seed: int | None = option(
+        None,
+        "seed of the sampling: equal ones give equal texts if each round has the same number of drafts; else the "
+        "request's number",
+        Rule("between 0 and 2**63 - 1", lambda value: 0 <= value < 2**63),
+        metavar="N",
+    )
+    stop: tuple[str, ...] = option(
+        (),
+        "end the text before TEXT; repeatable",
+        Rule("without empty strings", all),
+        metavar="TEXT",
+    )
+    include_stop_str_in_output: bool = option(
+        False, "the text includes the stop string that ended it"
+    )
+    # Otherwise the text and stop strings have their spelling; the end-of-sequence id that ended the text is left
+    # out in either case, unless stop strings are included.
+    skip_special_tokens: bool = option(True, "the text leaves special tokens out")
+    stop_ids: tuple[int, ...] = option(
+        (), "end the text at the token of this id too; repeatable", flag="stop-id", metavar="ID"
+    )
+    ignore_eos: bool = option(False, "go on after the model's end-of-text tokens")
+    logprobs: int | None = option(
+        None,
+        "log-probability of each token and of the N likeliest",
+        _NOT_NEGATIVE,
+        metavar="N",
+    )
+    prompt_logprobs: int | None = option(
+        None,
+        "the same of each token of the prompt, which the engine must be made for (prompt-logprobs)",
+        _NOT_NEGATIVE,
+        metavar="N",
+    )
+    num_speculative_tokens: int | None = option(
+        None,
+        "drafts per round, at most the engine's, which is the default; 0 decodes plainly",
+        _NOT_NEGATIVE,
+        short="-K",
+        metavar="K",
+    )
+    logit_bias: tuple[tuple[int, float], ...] | Mapping[int, float] = option(
+        (),
+        "add BIAS to the logit of token ID; repeatable",
+        Rule(f"of at most {MAX_BIAS} tokens", lambda pairs: len(pairs) <= MAX_BIAS),
+        Rule("between -100 and 100", lambda pairs: all(-100 <= bias <= 100 for _, bias in pairs)),
+        metavar="ID=BIAS",
+    )
+    allowed_token_ids: tuple[int, ...] | None = option(
+        None,
+        "generate only tokens of these ids; repeatable",
+        Rule(f"None, or 1 to {MAX_BIAS} tokens", lambda ids: 1 <= len(ids) <= MAX_BIAS),
+        flag="allowed-token",
+        metavar="ID",
+    )
+    bad_words: tuple[str, ...] = option(
+        (),
+        "never generate WORD, which must be one token; repeatable",
+        Rule(f"at most {_MAX_BAD_WORDS} words", lambda words: len(words) <= _MAX_BAD_WORDS),
+        Rule("without empty words", lambda words: all(word.strip() for word in words)),
+        flag="bad-word",
+        metavar="WORD",
+    )
+    min_tokens: int = option(
+        0,
+        "nothing ends the text before N tokens: end and stop ids are not generated, stop strings not looked for",
+        Rule("not negative", lambda value: value >= 0),
+        metavar="N",
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "divide positive logits of tokens in prompt and output by R, multiply negative ones",
+        _PENALTY,
+        metavar="R",
+    )
+    frequency_penalty: float = option(
+        0.0,
+        "subtract F from a token's logit for each time it was generated",
+        within(-2, 2),
+        metavar="F",
+    )
+    presence_penalty: float = option(
+        0.0, "subtract F from the logits of tokens that were generated", within(-2, 2), metavar="F"
+    )
     structured: Structured | None = None
 
     def __post_init__(self):
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
-        given = self.logit_bias
+        as_tuple = lambda value: (value,) if isinstance(value, str) else tuple(value)
+        given, allowed = self.logit_bias, self.allowed_token_ids
         pairs = given.items() if isinstance(given, Mapping) else given
-        object.__setattr__(self, "logit_bias", tuple(sorted(dict(pairs).items())))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(
-                self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids))
-            )
-        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
-        object.__setattr__(self, "bad_words", words)
-        checks = (
-            (self.max_tokens >= 1, "max_tokens", "at least 1"),
-            (0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100"),
-            (0 <= self.top_k < 2**31, "top_k", "0 (off) or positive, below 2**31"),
-            (0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]"),
-            (0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]"),
-            (self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1"),
-            (all(self.stop), "stop", "without empty strings"),
-            (self.logprobs is None or self.logprobs >= 0, "logprobs", "None or not negative"),
-            (
-                self.prompt_logprobs is None or self.prompt_logprobs >= 0,
-                "prompt_logprobs",
-                "None or not negative",
-            ),
-            (
-                self.num_speculative_tokens is None or self.num_speculative_tokens >= 0,
-                "num_speculative_tokens",
-                "None or not negative",
-            ),
-            *self._control_checks(),
+        changed = dict(
+            stop=as_tuple(self.stop),
+            stop_ids=tuple(self.stop_ids),
+            logit_bias=tuple(sorted(dict(pairs).items())),
+            allowed_token_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),
+            bad_words=as_tuple(self.bad_words),
         )
-        for ok, name, rule in checks:
-            if not ok:
-                value = repr(getattr(self, name))
-                value = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
-                rule = f"{value} must be {rule}"
-                raise ConfigError(f"{name}={rule}", field=name, rule=rule)
-
-    def _control_checks(self) -> tuple[tuple[bool, str, str], ...]:
-        """(is valid, field, rule) for the fields that change logits."""
-        biases = [bias for _, bias in self.logit_bias]
-        allowed = self.allowed_token_ids
-        return (
-            (len(biases) <= MAX_BIAS, "logit_bias", f"of at most {MAX_BIAS} tokens"),
-            (all(-100.0 <= bias <= 100.0 for bias in biases), "logit_bias", "between -100 and 100"),
-            (
-                allowed is None or 1 <= len(allowed) <= MAX_BIAS,
-                "allowed_token_ids",
-                f"None, or 1 to {MAX_BIAS} tokens",
-            ),
-            (len(self.bad_words) <= _MAX_BAD_WORDS, "bad_words", f"at most {_MAX_BAD_WORDS} words"),
-            (all(word.strip() for word in self.bad_words), "bad_words", "without empty words"),
-            (self.min_tokens >= 0, "min_tokens", "not negative"),
-            (
-                self.min_tokens <= self.max_tokens,
-                "min_tokens",
-                f"at most max_tokens, which is {self.max_tokens}",
-            ),
-            # Less than this could divide a logit beyond float32.
-            (
-                _LEAST_PENALTY <= self.repetition_penalty <= 100.0,
-                "repetition_penalty",
-                "between 0.01 and 100",
-            ),
-            (-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2"),
-            (-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2"),
-        )
+        for name, value in changed.items():
+            object.__setattr__(self, name, value)
+        check_all(self)
+        if self.min_tokens > self.max_tokens:
+            rule = f"{self.min_tokens} must be at most max_tokens, which is {self.max_tokens}"
+            raise ConfigError(f"min_tokens={rule}", field="min_tokens", rule=rule)
 
     @property
     def is_adjusted(self) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from peagle_jax.errors import ConfigError
+from peagle_jax.extras import check_installed
 from serving.background_stream import BackgroundStream, open_standard_streams
-from serving.children import DEFAULT, Begin, Children, function_name
+from serving.engine_child import DEFAULT, Begin, EngineChild, function_name
 from serving.signals import exit_while_loading
 
 if TYPE_CHECKING:
@@ -36,23 +37,25 @@ def main(
     # Suppresses transformers' advice to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     words = sys.argv[1:] if arguments is None else arguments
-    # Before the options are read: it imports jax meanwhile.
-    children = None if {"-h", "--help"} & set(words) else Children()
+    child = None
     try:
-        return _resolve_and_run(words, make_engine, children)
+        check_installed("serve", "peagle-serve")
+        # Before the options are read: it imports jax meanwhile.
+        child = None if {"-h", "--help"} & set(words) else EngineChild()
+        return _resolve_and_run(words, make_engine, child)
     except (ConfigError, OSError) as error:
         print("peagle-serve: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     finally:
-        if children is not None:
-            children.end(0.0)
-            children.keep_this_process()
+        if child is not None:
+            child.end(0.0)
+            child.keep_this_process()
 
 
 def _resolve_and_run(
     words: Sequence[str],
     make_engine: "Callable[[Settings], Engine] | None",
-    children: Children | None,
+    child: EngineChild | None,
 ) -> int:
     from serving.sources import parser, resolve
 
@@ -60,14 +63,14 @@ def _resolve_and_run(
         settings, sources = resolve(words)
     except ConfigError as error:
         parser().exit(2, f"peagle-serve: error: {' '.join(str(error).split())}\n")
-    return _run(settings, sources, make_engine, children)
+    return _run(settings, sources, make_engine, child)
 
 
 def _run(
     settings: "Settings",
     sources: dict[str, str],
     make_engine: "Callable[[Settings], Engine] | None",
-    children: Children,
+    child: EngineChild,
 ) -> int:
     # Imported after the options are checked, so that help and mistakes show at once.
     from serving.access import prepare_access
@@ -84,16 +87,16 @@ def _run(
     name = DEFAULT if make_engine is None else function_name(make_engine)
     begin = Begin(settings, name, os.environ.get("XDG_CACHE_HOME"))
     if settings.compile_only:
-        children.end(0.0)
+        child.end(0.0)
         output.flush()
         from serving.engine_process import compile_only
 
         return compile_only(begin)
-    children.begin(begin)
+    child.begin(begin)
     from serving.app import serve
 
     try:
-        return serve(settings, access, children, say=lambda line: output.write(f"{line}\n"))
+        return serve(settings, access, child, say=lambda line: output.write(f"{line}\n"))
     finally:
         output.flush()
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from peagle_jax.config import ConfigError
 from serving.bearer_tokens import TokenFile
-from serving.option_rules import share
 from serving.settings import MOST_CONNECTIONS, Settings
 from serving.tls import Certificates
 
@@ -55,15 +54,9 @@ def prepare_access(settings: Settings) -> Access:
       ConfigError: files that cannot be used, or more connections than descriptors.
       OSError: a port that cannot be used.
     """
-    access = read_access(settings)
     for port in (settings.port, settings.http_port):
         if port >= 0:
             _check_free(settings.host, port)
-    return access
-
-
-def read_access(settings: Settings) -> Access:
-    """`prepare_access` without a look at the ports. Each of several processes has its share of the connections."""
     tokens = TokenFile(settings.auth_token_file) if settings.auth_token_file else ()
     certificates = None
     if settings.tls_cert is not None:
@@ -71,10 +64,7 @@ def read_access(settings: Settings) -> Access:
     most = _connections(settings.max_connections, 1 if settings.http_port < 0 else 2)
     per_address = settings.max_connections_per_address or -(-most // 2)
     return Access(
-        tokens=tokens,
-        certificates=certificates,
-        max_connections=share(most, settings.num_servers),
-        max_per_address=share(per_address, settings.num_servers),
+        tokens=tokens, certificates=certificates, max_connections=most, max_per_address=per_address
     )
 
 

@@ -48,7 +48,8 @@ class Admission:
           ServiceError: INVALID_ARGUMENT, ALREADY_EXISTS or DEADLINE_EXCEEDED.
         """
         if (ask.caller, ask.request_id) in self._by_id:
-            raise id_is_taken(ask)
+            rule = f"request_id {ask.request_id!r} is running; ids must be unique while they run"
+            raise ServiceError(Code.ALREADY_EXISTS, rule)
         self.check_count(ask)
         field = ask.spelling.get("prompt", "prompt")
         check_room(len(ask.prompt), field=field, max_model_len=self._max_model_len)
@@ -76,8 +77,8 @@ class Admission:
           arrival: when it arrived.
           own: the client's own deadline.
         """
-        most = self.limits.max_seconds
-        latest = [] if most is None else [arrival + most]
+        most = self.limits.max_request_seconds
+        latest = [arrival + most] if most else []
         return min(latest + ([] if own is None else [own]), default=None)
 
     def add(self, stream: Stream) -> None:
@@ -109,12 +110,6 @@ class Admission:
             rule = f"{n} greedy sequences would be equal; set a temperature, or n to 1"
         if rule is not None:
             raise invalid(ask.spelling.get("n", "n"), rule)
-
-
-def id_is_taken(ask: Ask) -> ServiceError:
-    """ALREADY_EXISTS: the caller's request of this id is still open."""
-    rule = f"request_id {ask.request_id!r} is running; ids must be unique while they run"
-    return ServiceError(Code.ALREADY_EXISTS, rule)
 
 
 def late(seconds: float) -> ServiceError:

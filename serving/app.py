@@ -4,29 +4,23 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
-import time
 from collections.abc import Callable
-from dataclasses import fields
-from functools import partial
 from pathlib import Path
 
 from peagle_jax.cli.model_folders import embedded
 from peagle_jax.config import ConfigError
+from peagle_jax.options import options_of
 from peagle_jax.text.tokenizer import Tokenizer
-from serving.access import RESERVE, Access, read_access
-from serving.children import Children
-from serving.family import end_orphan
-from serving.frames import Channel, ClosedError
+from serving.access import RESERVE, Access
+from serving.engine_child import EngineChild
+from serving.frames import ClosedError
 from serving.frontend import Frontend, State
-from serving.heap import settle_heap
 from serving.http.connection import TimeLimits
 from serving.http.gate import Gate
 from serving.http.server import HttpServer
 from serving.limits import Limits
 from serving.logs import configure, log_figures, log_refusal, log_request
-from serving.option_rules import share
-from serving.orders import Orders, OrdersOfFirst, Siblings
+from serving.memory import settle_heap
 from serving.remote import RemoteEngine
 from serving.rpc.server import RpcServer
 from serving.settings import Settings, served_name
@@ -40,18 +34,17 @@ END_SECONDS = 5.0
 _GRACE = 1.0  # seconds for the last messages of calls that have ended
 _SHORT_GRACE = 0.5  # the same after a second signal
 _FOREVER = 1e6  # seconds
-_MARGIN = 1.0  # seconds beyond the drain in which a further process must have drained
 
 Report = Callable[[Stream], None]
 
 
 def serve(
-    settings: Settings, access: Access, children: Children, say: Callable[[str], None]
+    settings: Settings, access: Access, child: EngineChild, say: Callable[[str], None]
 ) -> int:
-    """Serves until a signal ends it, in the first process of the server.
+    """Serves until a signal ends it.
 
     Args:
-      children: the other processes; the engine's has its first message.
+      child: the process of the engine, which has its first message.
       say: callback for status lines, such as the ports.
 
     Returns:
@@ -62,41 +55,17 @@ def serve(
       OSError: a port that cannot be used.
     """
     configure(settings.log_level)
-    for control in children.controls:
-        Channel(control).send(("begin", settings))
-    worker = RemoteEngine(children.engine, num_servers=settings.num_servers)
+    worker = RemoteEngine(child.socket)
     tracer = _tracer(settings)
     try:
         worker.wait_for_description(_tokenizer(settings))
-        return asyncio.run(_serve_first(settings, access, worker, children, _reports(tracer), say))
+        return asyncio.run(_serve(settings, access, worker, child, _reports(tracer), say))
     except ClosedError:
-        _log.error("the engine's process ended by %s", children.how_the_engine_ended())
-        return children.engine_code
+        _log.error("the engine's process ended by %s", child.how_it_ended())
+        return child.code
     finally:
         if tracer is not None:
             tracer.close()
-
-
-def serve_further(index: int, connection: socket.socket, control: Channel) -> int:
-    """Serves in process `index`, from 1 on, until the first one ends it; returns the exit code.
-
-    Args:
-      connection: to the process of the engine.
-      control: to the first process.
-    """
-    with contextlib.suppress(ClosedError, ConfigError):  # the first process says why
-        _, settings = control.receive()
-        configure(settings.log_level, index)
-        tracer = _tracer(settings)
-        worker = RemoteEngine(connection, num_servers=settings.num_servers)
-        worker.wait_for_description(_tokenizer(settings))
-        _, *ports = control.receive()
-        try:
-            return asyncio.run(_serve_further(settings, worker, control, ports, _reports(tracer)))
-        finally:
-            if tracer is not None:
-                tracer.close()
-    return 1
 
 
 def _tracer(settings: Settings) -> Tracer | None:
@@ -118,12 +87,10 @@ def _reply_format(settings: Settings, tokenizer: Tokenizer | None) -> str:
 
 
 def _limits(settings: Settings) -> Limits:
-    names = [one.name for one in fields(Limits) if one.name != "max_seconds"]
-    given = {name: getattr(settings, name) for name in names}
+    given = {name: getattr(settings, name) for name in options_of(Limits)}
     # More sequences than slots and places of the queue could never be accepted.
     given["max_n"] = min(settings.max_n, settings.max_num_seqs + settings.max_waiting)
-    given["tokenizer_threads"] = share(settings.tokenizer_threads, settings.num_servers)
-    return Limits(max_seconds=settings.max_request_seconds or None, **given)
+    return Limits(**given)
 
 
 def _reports(tracer: Tracer | None) -> Report:
@@ -157,7 +124,7 @@ class _Service:
     """Both protocols over one frontend, from their ports to the end of their last request."""
 
     def __init__(self, settings: Settings, worker: RemoteEngine, access: Access, report: Report):
-        self._settings, self._shares_port = settings, settings.num_servers > 1
+        self._settings = settings
         self.frontend = Frontend(
             worker,
             name=served_name(settings),
@@ -168,23 +135,23 @@ class _Service:
         )
         self._http, self._rpc = _servers(settings, self.frontend, access)
 
-    async def listen(self, port: int, http_port: int) -> list[int]:
+    async def listen(self) -> list[int]:
         """Listens, and returns the ports, gRPC's first; HTTP's is -1 if it is off.
 
         Raises:
           OSError: an address cannot be used.
         """
-        host = self._settings.host
-        port = await self._rpc.start(host, port)
+        host, http_port = self._settings.host, self._settings.http_port
+        port = await self._rpc.start(host, self._settings.port)
         if http_port >= 0:
-            http_port = await self._http.start(host, http_port, shares_port=self._shares_port)
+            http_port = await self._http.start(host, http_port)
         return [port, http_port]
 
-    async def run(self, orders: Orders, *, logs_figures: bool, on_stop: Callable[[], None]) -> int:
-        """Starts the engine and serves until an order ends it; returns the exit code.
+    async def run(self, signals: Signals, *, on_drain: Callable[[float], None]) -> int:
+        """Starts the engine and serves until a signal ends it; returns the exit code.
 
         Args:
-          on_stop: called when the drain begins.
+          on_drain: called with the seconds that open requests have, when the drain begins.
         """
         settings, frontend = self._settings, self.frontend
         frontend.start()
@@ -194,20 +161,20 @@ class _Service:
         ]
         if settings.round_seconds:
             tasks.append(asyncio.create_task(frontend.watch(settings.round_seconds)))
-        if settings.stats_seconds and logs_figures:
+        if settings.stats_seconds:
             tasks.append(asyncio.create_task(log_figures(frontend, settings.stats_seconds)))
-        await orders.stop.wait()
-        on_stop()
-        seconds = settings.drain_seconds if orders.failure is None else 0.0
+        await signals.stop.wait()
+        seconds = settings.drain_seconds if signals.failure is None else 0.0
+        on_drain(seconds)
         _log.info("stopping; waiting up to %g s for open requests", seconds)
         self._rpc.show(State.DRAINING)
-        is_done = await self._end(seconds, orders)
+        is_done = await self._end(seconds, signals)
         for task in tasks:
             task.cancel()
-        code = orders.failure or (1 if frontend.state is State.DEAD else 0)
-        return code if is_done else orders.exit_code
+        code = signals.failure or (1 if frontend.state is State.DEAD else 0)
+        return code if is_done else signals.exit_code
 
-    async def _end(self, seconds: float, orders: Orders) -> bool:
+    async def _end(self, seconds: float, signals: Signals) -> bool:
         """Drains and stops everything; False if a second signal cut the drain short."""
 
         async def end(drain_seconds: float, grace: float) -> None:
@@ -215,7 +182,7 @@ class _Service:
             await asyncio.gather(self._rpc.stop(grace), self._http.stop(grace))
 
         ending = asyncio.create_task(end(seconds, _GRACE))
-        hurry = asyncio.create_task(orders.hurry.wait())
+        hurry = asyncio.create_task(signals.hurry.wait())
         await asyncio.wait((ending, hurry), return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
         if ending.done():
@@ -228,102 +195,46 @@ class _Service:
         return False
 
 
-async def _serve_first(
+async def _serve(
     settings: Settings,
     access: Access,
     worker: RemoteEngine,
-    children: Children,
+    child: EngineChild,
     report: Report,
     say: Callable[[str], None],
 ) -> int:
-    def hang_up() -> None:
-        access.read_again()
-        siblings.order("hangup")
-
-    async def fail(how: Callable[[], str], what: str) -> None:
-        how_it_ended = await asyncio.to_thread(how)
-        signals.fail(f"{what} ended by {how_it_ended}", children.engine_code)
-
-    def lose(how: Callable[[], str], what: str) -> None:
-        tasks.append(asyncio.create_task(fail(how, what)))
-
-    def end_engine(timeout: float) -> bool:
-        left = 0.0 if signals.hurry.is_set() else drain_end - time.monotonic() + _MARGIN
-        siblings.drained.wait(max(0.0, left))
-        is_dead = service.frontend.state is State.DEAD
-        code = signals.exit_code or signals.failure or int(is_dead)
-        return children.end_engine(timeout, code, worker.order)
-
-    tasks: list[asyncio.Task] = []
-    drain_end = 0.0
-    signals = Signals(on_hangup=hang_up)
-    lost = lambda index: lose(partial(children.how_a_server_ended, index), f"process {index}")
-    siblings = Siblings(children.controls, on_lost=lost)
-    worker.end, worker.on_stop = end_engine, signals.stop.set
-    worker.on_lost = lambda: lose(children.how_the_engine_ended, "the engine's process")
-    service = _Service(settings, worker, access, report)
-    ports = await service.listen(settings.port, settings.http_port)
-    for protocol, port in zip(("gRPC", "HTTP"), ports, strict=True):
-        if port >= 0:
-            say(f"{protocol} listens on {settings.host}:{port}")
-    siblings.order("listen", *ports)
+    async def fail() -> None:
+        how = await asyncio.to_thread(child.how_it_ended)
+        signals.fail(f"the engine's process ended by {how}", child.code)
 
     async def end_failed_start() -> None:
         if await service.frontend.change(State.STARTING) is State.DEAD:
             signals.fail("the engine did not start", 1)
 
+    def end_engine(timeout: float) -> bool:
+        is_dead = service.frontend.state is State.DEAD
+        code = signals.exit_code or signals.failure or int(is_dead)
+        return child.stop(timeout, code, worker.order)
+
+    tasks: list[asyncio.Task] = []
+    signals = Signals(on_hangup=access.read_again)
+    worker.end = end_engine
+    worker.on_lost = lambda: tasks.append(asyncio.create_task(fail()))
+    service = _Service(settings, worker, access, report)
+    ports = await service.listen()
+    for protocol, port in zip(("gRPC", "HTTP"), ports, strict=True):
+        if port >= 0:
+            say(f"{protocol} listens on {settings.host}:{port}")
     tasks.append(asyncio.create_task(end_failed_start()))
-
-    def begin_drain() -> None:
-        nonlocal drain_end
-        seconds = 0.0 if signals.failure else settings.drain_seconds
-        drain_end = time.monotonic() + seconds
-        children.end_within(seconds + END_SECONDS)
-        siblings.order("drain", signals.failure)
-        tasks.append(asyncio.create_task(hurry_siblings()))
-
-    async def hurry_siblings() -> None:
-        await signals.hurry.wait()
-        siblings.order("hurry", signals.exit_code)
-
-    code = await service.run(signals, logs_figures=True, on_stop=begin_drain)
+    code = await service.run(signals, on_drain=lambda s: child.end_within(s + END_SECONDS))
     for task in tasks:
         task.cancel()
     if signals.hurry.is_set() or service.frontend.is_stuck:
         # Threads may still work on prompts, or wait for the process of the engine.
-        children.end(_GRACE)
+        child.end(_GRACE)
         logging.shutdown()
         os._exit(code)
-    await asyncio.to_thread(children.end, 2 * _GRACE)  # they write their last messages
-    return code
-
-
-async def _serve_further(
-    settings: Settings, worker: RemoteEngine, control: Channel, ports: list[int], report: Report
-) -> int:
-    access = read_access(settings)
-    orphaned = partial(end_orphan, "this process")
-    orders = OrdersOfFirst(control, on_hangup=access.read_again, on_orphaned=orphaned)
-
-    def drained(timeout: float) -> bool:
-        orders.say("drained")
-        return True
-
-    def end_alone() -> None:
-        if not orders.stop.is_set():
-            _log.error("this process has lost the engine, and ends")
-            logging.shutdown()
-            os._exit(1)  # which ends the server
-
-    # The first process orders the end if the engine's process is gone, and not if only this one has lost it.
-    worker.on_lost = lambda: asyncio.get_running_loop().call_later(END_SECONDS, end_alone)
-    worker.end = drained
-    service = _Service(settings, worker, access, report)
-    await service.listen(*ports)
-    code = await service.run(orders, logs_figures=False, on_stop=lambda: None)
-    if orders.hurry.is_set():
-        logging.shutdown()
-        os._exit(code)
+    await asyncio.to_thread(child.end, 2 * _GRACE)  # it writes its last messages
     return code
 
 
@@ -354,6 +265,5 @@ def _servers(
         handshake_seconds=settings.header_seconds,
         max_connection_seconds=settings.max_connection_seconds,
         with_reflection=settings.offers_reflection,
-        shares_port=settings.num_servers > 1,
     )
     return http, server

@@ -15,18 +15,58 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from peagle_jax import ConfigError
 from peagle_jax.engine.structured.grammar import Grammars
 from peagle_jax.structured import MAX_CHARS, Structured
+from peagle_jax.text import child_python
+from peagle_jax.text.bounded_process import BoundedProcess, UnavailableError
 from serving import caller
 from serving.bounded_pool import BoundedPool
 from serving.constraint_memory import ConstraintsFull
-from serving.errors import Code, ServiceError, invalid
-from serving.grammar_checker import Process
+from serving.errors import Code, ServiceError, invalid, unavailable
 from serving.grammar_process import CPU_SECONDS, Vocabulary
 from serving.messages import Checked, Description, MatcherOf, Worker
 from serving.networks import network
+
+_MAX_SECONDS = 30.0
+"""Longest wait for one check, on a busy machine; `grammar_process` limits its processor time."""
+
+
+class Process(BoundedProcess):
+    """A process that checks constraints.
+
+    Args:
+      vocabulary: returns the first message to the process.
+      command: starts the process; None: that of `grammar_process`.
+      seconds: maximum time of a check, including the start.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        command: Sequence[str] | None = None,
+        seconds: float = _MAX_SECONDS,
+    ):
+        super().__init__(
+            "the process that checks constraints",
+            command or child_python.command("serving.grammar_process"),
+            seconds=seconds,
+            greeting=lambda: asdict(vocabulary()),
+        )
+
+    def ask(self, question: dict) -> dict | None:
+        """The result of a check; None if the process exceeded a limit or took too long.
+
+        Raises:
+          ServiceError: UNAVAILABLE; the process cannot be started, was killed twice, or the server ends.
+        """
+        try:
+            return super().ask(question)
+        except UnavailableError as error:
+            raise unavailable(error) from error
+
 
 _log = logging.getLogger(__name__)
 _NUM_PROCESSES = 2
@@ -117,7 +157,7 @@ class Constraints:
         try:
             checked = self._recall(key)
             if checked is None:
-                check = lambda: self._check(key, structured, frame)
+                check = lambda: self._check(key, structured, frame, origin)
                 checked = await self._checks.run(origin, check)
             compiled = lambda: self._worker.matchers(checked._replace(origin=origin), number)
             return await self._compiles.run(origin, compiled)
@@ -139,7 +179,7 @@ class Constraints:
             raise ConfigError.of("structured", rule)
         return self._known.get(key)
 
-    def _check(self, key: bytes, structured: Structured, frame: str | None) -> Checked:
+    def _check(self, key: bytes, structured: Structured, frame: str | None, origin: str) -> Checked:
         self._worker.prepare_matchers()
         # Another request of the same caller may have had it checked while this one waited.
         checked = self._recall(key)
@@ -157,10 +197,10 @@ class Constraints:
             )
             answer = {"error": _TOO_COMPLEX}
         if "error" in answer:
-            self._refused.put(key, answer["error"], len(answer["error"]))
+            self._refused.put(key, answer["error"], len(answer["error"]), origin)
             raise ConfigError.of("structured", answer["error"])
         checked = Checked(answer["definition"], answer["memory"], origin="")
-        self._known.put(key, checked, len(checked.definition))
+        self._known.put(key, checked, len(checked.definition), origin)
         return checked
 
     def close(self) -> None:
@@ -177,20 +217,23 @@ class Constraints:
 
 
 class _Memory[T]:
-    """What was used last, by key. Thread-safe.
+    """What was used last, by key. Thread-safe. Where it is full, the owner of most of it loses what it used longest ago,
+    so no client makes the server forget the constraints of others.
 
     Args:
       seconds: how long it is kept.
     """
 
     def __init__(self, seconds: float = math.inf):
-        self._seconds, self._lock, self._size = seconds, threading.Lock(), 0
-        self._entries: OrderedDict[bytes, tuple[T, int, float]] = OrderedDict()
+        self._seconds, self._lock = seconds, threading.Lock()
+        self._entries: OrderedDict[bytes, tuple[T, str, int, float]] = OrderedDict()
+        """Value, owner, size and end of each."""
+        self._sizes: Counter[str] = Counter()
 
     def get(self, key: bytes) -> T | None:
         """What was put under a key; None if there is nothing, or its time is up."""
         with self._lock:
-            value, _, until = self._entries.get(key, (None, 0, math.inf))
+            value, _, _, until = self._entries.get(key, (None, "", 0, math.inf))
             if time.monotonic() >= until:
                 self._drop(key)
                 return None
@@ -198,19 +241,22 @@ class _Memory[T]:
                 self._entries.move_to_end(key)
             return value
 
-    def put(self, key: bytes, value: T, size: int) -> None:
-        """Keeps something with `size` characters; of too much, what was used longest ago is dropped."""
+    def put(self, key: bytes, value: T, size: int, owner: str) -> None:
+        """Keeps something with `size` characters."""
         size += _EACH_REMEMBERED
         with self._lock:
             if key in self._entries:
                 self._drop(key)
-            self._entries[key] = value, size, time.monotonic() + self._seconds
-            self._size += size
-            while self._size > _MOST_REMEMBERED:
-                self._drop(next(iter(self._entries)))
+            self._entries[key] = value, owner, size, time.monotonic() + self._seconds
+            self._sizes[owner] += size
+            while self._sizes.total() > _MOST_REMEMBERED:
+                ((largest, _),) = self._sizes.most_common(1)
+                self._drop(next(key for key, one in self._entries.items() if one[1] == largest))
 
     def _drop(self, key: bytes) -> None:
-        self._size -= self._entries.pop(key)[1]
+        _, owner, size, _ = self._entries.pop(key)
+        self._sizes[owner] -= size
+        self._sizes += Counter()  # forgets owners of nothing
 
 
 class _FairPool:

@@ -2,31 +2,59 @@
 
     python -m serving.engine_process DESCRIPTOR
 
-The descriptor is a socket to the first process of the server; `children` starts this one. It imports jax while the first
-process reads options and files. Then it gets the sockets to the other processes that serve clients, and what to serve.
+The descriptor is a socket to the first process of the server; `engine_child` starts this one. It imports jax while the first
+process reads options and files. Then it gets what to serve.
 """
 
 import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from peagle_jax.config import ConfigError
-from serving.children import DEFAULT, Begin
-from serving.family import end_orphan, follow_parent
-from serving.heap import pause_collector, settle_heap
+from serving.engine_child import DEFAULT, Begin
 from serving.hub import Hub
 from serving.logs import configure
+from serving.memory import pause_collector, settle_heap
 from serving.settings import Settings
 from serving.worker import EngineWorker, ProgressLog
 
 if TYPE_CHECKING:
     from peagle_jax import Engine
+import ctypes
+import signal
 
-_MOST_SERVERS = 253  # sockets that one message can carry
+_PR_SET_PDEATHSIG = 1
+_log = logging.getLogger(__name__)
+
+
+def follow_parent() -> None:
+    """Leaves signals of a terminal or a service manager, which reach all processes, to the first one.
+
+    A child reads the end of its parent from a socket, and ends with a log line. Should it hang in a library meanwhile, the
+    kernel ends it: when the parent dies it sends SIGUSR1, whose handler is C's `alarm` itself. The handler gets the
+    signal's number, so SIGALRM follows as many seconds later, without Python.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # A program that a child starts has the default again, which it would not have after SIG_IGN.
+        signal.signal(number, lambda *_: None)
+    if sys.platform == "linux":
+        library = ctypes.CDLL(None)
+        handler = ctypes.cast(library.alarm, ctypes.c_void_p)
+        library.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+        library.signal.restype = ctypes.c_void_p
+        library.signal(signal.SIGUSR1, handler)
+        library.prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+
+
+def end_orphan() -> None:
+    """Ends this process, whose parent is gone, with a log line and code 1."""
+    _log.error("the first process of the server has ended, and the engine's process ends too")
+    logging.shutdown()
+    os._exit(1)
 
 
 def compile_only(begin: Begin) -> int:
@@ -78,8 +106,8 @@ def _say(line: str) -> None:
 class _Process:
     """The engine's process, from its first message to its end."""
 
-    def __init__(self, connections: Sequence[socket.socket]):
-        self._hub = Hub(connections, on_lost=lambda: end_orphan("the engine's process"))
+    def __init__(self, connection: socket.socket):
+        self._hub = Hub(connection, on_lost=end_orphan)
 
     def run(self) -> int:
         """Serves until the first process ends it; returns the exit code."""
@@ -91,7 +119,7 @@ class _Process:
             is_memory = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
             if not is_memory and not isinstance(error, ConfigError | OSError):
                 raise
-            self._hub.send(("refused", " ".join(str(error).split())))
+            self._hub.send("refused", " ".join(str(error).split()))
             return 2
         _, timeout, code = self._hub.orders.get()
         worker.stop(timeout)
@@ -117,10 +145,9 @@ def main() -> int:
     pause_collector()
     first = socket.socket(fileno=int(sys.argv[1]))
     import_module(DEFAULT[0])
-    begun, others, *_ = socket.recv_fds(first, 1, _MOST_SERVERS)
-    if not begun:
+    if not first.recv(1, socket.MSG_PEEK):
         return 1  # the first process has said why it serves nothing
-    return _Process([first, *(socket.socket(fileno=one) for one in others)]).run()
+    return _Process(first).run()
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ from peagle_jax.engine.device.memory import pages_in
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.own_drafters import load_own, own_config
 from peagle_jax.models import Decoder
-from serving.option_types import num_bytes
-from serving.settings import Settings, engine_config
+from serving.settings import Settings, engine_config, num_bytes
 
 
 def make_engine(settings: Settings) -> Engine:

@@ -64,6 +64,12 @@ class ServiceError(Exception):
         self.is_reported = False
         """Whether logs and metrics have counted the error; they count every request once."""
 
+    def of_field(self, field: str) -> "ServiceError":
+        """The same error of a field with another name."""
+        message = self.message.replace(f"{self.field}: ", f"{field}: ", 1)
+        rest = dict(retry_after=self.retry_after, is_too_large=self.is_too_large)
+        return ServiceError(self.code, message, field=field, reason=self.reason, **rest)
+
 
 def invalid(field: str, rule: str) -> ServiceError:
     """INVALID_ARGUMENT: `field` breaks `rule`."""

@@ -1,4 +1,4 @@
-"""Messages between the processes of one server, over pairs of connected sockets that no other process can reach.
+"""Messages between the two processes of a server, over a pair of connected sockets that no other process can reach.
 
 A frame is four bytes of length and a pickle. Both ends are our own code in the same version, and sockets of a pair have
 no name in the file system. Events of rounds travel as plain tuples: 128 sequences take 0.13 ms to encode, the named tuples
@@ -9,19 +9,11 @@ import pickle
 import socket
 import struct
 from collections.abc import Iterable
-from dataclasses import fields
-from operator import attrgetter
 
 from peagle_jax.engine.host.request import Round
-from peagle_jax.engine.host.stats import Acceptance
-from serving.messages import Event, Load, Refused, Tokens
+from serving.messages import Event, Refused, Tokens
 
 _HEAD = struct.Struct("<I")
-_COUNTS = {"acceptance": Acceptance}
-_names_of = lambda kind: [one.name for one in fields(kind)]
-_PLAIN = [name for name in _names_of(Load) if name not in _COUNTS]
-_plain = attrgetter(*_PLAIN)
-_counts = [(attrgetter(name), attrgetter(*_names_of(kind))) for name, kind in _COUNTS.items()]
 PIECE = 1 << 20
 """Most bytes of one read."""
 
@@ -102,11 +94,9 @@ class Channel:
 
 
 def packed(events: Iterable[Event]) -> list[tuple | Refused]:
-    """Events as they travel; keys lose their first part, which is the server they go to."""
+    """Events as they travel."""
     return [
-        Refused(tuple(key[1:] for key in one.keys), one.error)
-        if isinstance(one, Refused)
-        else (one.key[1:], *one[1:4], one.round and tuple(one.round), *one[5:])
+        one if isinstance(one, Refused) else (*one[:4], one.round and tuple(one.round), *one[5:])
         for one in events
     ]
 
@@ -117,15 +107,3 @@ def unpacked(items: Iterable[tuple | Refused]) -> list[Event]:
         one if isinstance(one, Refused) else Tokens(*one[:4], one[4] and Round(*one[4]), *one[5:])
         for one in items
     ]
-
-
-def packed_load(load: Load) -> tuple:
-    """A load as it travels with each round: plain tuples, in the order of its fields, then of those of its counts."""
-    return _plain(load), [values(count(load)) for count, values in _counts]
-
-
-def unpacked_load(packed: tuple) -> Load:
-    """The load that `packed_load` has packed."""
-    plain, counts = packed
-    made = {name: kind(*of) for (name, kind), of in zip(_COUNTS.items(), counts, strict=True)}
-    return Load(**dict(zip(_PLAIN, plain, strict=True)), **made)

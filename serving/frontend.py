@@ -20,18 +20,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 
+from peagle_jax import SamplingParams
 from peagle_jax.engine.host.scheduler import QueueFull
 from peagle_jax.text.tokenizer import Tokenizer
 from serving import caller
-from serving.admission import Admission, id_is_taken, late
+from serving.admission import Admission, late
 from serving.constraints import Constraints
 from serving.errors import Code, ServiceError
-from serving.jobs import jobs_of
 from serving.limits import Limits
 from serving.memory import MemoryReturn
-from serving.messages import Death, Event, IdIsTaken, Listener, Load, Name, Refused, Worker
-from serving.metric_sums import Totals
-from serving.metrics import OPEN_REQUESTS, Metrics
+from serving.messages import Death, Event, Job, Listener, Load, Refused, Worker
+from serving.metrics import Metrics
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ReplyParser
 from serving.stream import Ask, Stream
@@ -124,30 +123,12 @@ class Frontend:
         """Requests that this process has accepted and that have not ended."""
         return self.admission.num_open
 
-    async def count_open(self) -> int:
-        """`num_open` of all servers of the engine."""
-        return int((await self.totals()).of(OPEN_REQUESTS))
-
-    async def totals(self) -> Totals:
-        """Counts of all servers of the engine."""
-        return Totals([self.metrics.snapshot(), *await self._worker.gather()])
-
-    async def metrics_text(self) -> bytes:
-        """Metrics of all servers of the engine, in Prometheus' text format."""
-        return self.metrics.text(await self._worker.gather())
-
     def start(self) -> None:
         """Starts the engine; `state` becomes SERVING when requests can run, see `EngineWorker`."""
         if _has_spare_cores():
             self._prepare()
         self._worker.start(
-            Listener(
-                deliver=self._deliver,
-                on_ready=self._serve,
-                on_death=self._die,
-                abort=self._abort_named,
-                snapshot=self.metrics.snapshot,
-            )
+            Listener(deliver=self._deliver, on_ready=self._serve, on_death=self._die)
         )
 
     async def change(self, known: State) -> State:
@@ -250,20 +231,16 @@ class Frontend:
             deadline=self.admission.deadline(ask.arrival, ask.deadline),
         )
         self.admission.add(stream)
-        self._worker.submit(jobs_of(ask, number), (ask.caller, ask.request_id))
+        self._worker.submit(jobs_of(ask, number))
         return stream
 
-    async def abort(self, request_id: str) -> bool:
-        """Ends a request of the current caller with the finish reason "abort", whichever server has accepted it.
+    def abort(self, request_id: str) -> bool:
+        """Ends a request of the current caller with the finish reason "abort".
 
         Returns:
           False if the caller runs no request of that id.
         """
-        name = caller.current(), request_id
-        return self._abort_named(name) or await self._worker.abort_elsewhere(name)
-
-    def _abort_named(self, name: Name) -> bool:
-        stream = self.admission.find(*name)
+        stream = self.admission.find(caller.current(), request_id)
         if stream is not None:
             stream.abort()
         return stream is not None
@@ -356,11 +333,11 @@ class Frontend:
                 raise
             raise late(time.monotonic() - caller.arrival()) from error
 
-    def _deliver(self, events: Sequence[Event], num_tokens: int | None) -> None:
+    def _deliver(self, events: Sequence[Event], num_tokens: int) -> None:
         for event in events:
             if isinstance(event, Refused):
                 if stream := self.admission.get(event.keys[0][0]):
-                    stream.fail(self._refusal(stream.ask, event.error))
+                    stream.fail(self._refusal(event.error))
             elif stream := self.admission.get(event.key[0]):
                 stream.push(event.key[1], event)
                 if event.request is not None and event.request.error is not None:
@@ -370,9 +347,7 @@ class Frontend:
                     stream.fail(ServiceError(code, event.request.error))
         self.metrics.round(events, num_tokens)
 
-    def _refusal(self, ask: Ask, error: Exception) -> ServiceError:
-        if isinstance(error, IdIsTaken):
-            return id_is_taken(ask)
+    def _refusal(self, error: Exception) -> ServiceError:
         if isinstance(error, QueueFull):
             return ServiceError(
                 Code.RESOURCE_EXHAUSTED,
@@ -383,7 +358,6 @@ class Frontend:
 
     def _close(self, stream: Stream) -> None:
         self.admission.remove(stream)
-        self._worker.closed((stream.ask.caller, stream.ask.request_id))
         self.metrics.ended(stream)
         self._report(stream)
 
@@ -393,8 +367,7 @@ class Frontend:
         for stream in self.admission.streams:
             stream.fail(
                 ServiceError(
-                    Code.INTERNAL,
-                    f"the engine died ({death.kind}); the server's log says why",
+                    Code.INTERNAL, f"the engine died ({death.kind}); the server's log says why"
                 )
             )
 
@@ -429,3 +402,21 @@ class Frontend:
 def _has_spare_cores() -> bool:
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (count or 1) > _FEW_CORES
+
+
+def jobs_of(ask: Ask, number: int) -> list[Job]:
+    """One job for each sequence; its key is `number` and its place among them."""
+    # A caller cannot measure by time what others have asked for.
+    salt = ask.caller, ask.cache_salt
+    matchers = ask.matchers or [None] * ask.n
+    return [
+        Job((number, i), ask.prompt, _numbered(ask.params, i), salt, ask.priority, matchers[i])
+        for i in range(ask.n)
+    ]
+
+
+def _numbered(params: SamplingParams, index: int) -> SamplingParams:
+    """Parameters of sequence `index` of a request: sequence 0 has the client's seed, others have their own."""
+    if index == 0 or params.seed is None:
+        return params
+    return replace(params, seed=(params.seed + index) % 2**63)

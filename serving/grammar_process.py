@@ -5,7 +5,7 @@
     stdout: one JSON object per constraint: {"definition", "memory"}, or {"error"}; memory is the
             bytes that it takes compiled
 
-The process leaves the processor to others. A constraint that exceeds a limit ends the process; its parent starts another (`grammar_checker`). The server compiles a
+The process leaves the processor to others. A constraint that exceeds a limit ends the process; its parent starts another (`constraints.Process`). The server compiles a
 constraint that passes again, which takes the same time.
 """
 

@@ -27,15 +27,7 @@ _log = logging.getLogger("serving")
 
 
 class _Lines(logging.Formatter):
-    """Formats a record as one JSON object; `extra={"fields": {...}}` adds keys.
-
-    Args:
-      process: number of this process among those that serve clients; the first one does not name itself.
-    """
-
-    def __init__(self, process: int = 0):
-        super().__init__()
-        self._process = {"process": process} if process else {}
+    """Formats a record as one JSON object; `extra={"fields": {...}}` adds keys."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -44,7 +36,7 @@ class _Lines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= self._process | getattr(record, "fields", {})
+        line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)[-_LONGEST_TRACE:]
         line = {name: _cut(value) for name, value in line.items()}
@@ -136,13 +128,9 @@ class _Kind:
         )
 
 
-def configure(level: str, process: int = 0) -> None:
-    """Sends all log lines to stderr as JSON.
-
-    Args:
-      process: see `_Lines`.
-    """
-    lines = _Lines(process)
+def configure(level: str) -> None:
+    """Sends all log lines to stderr as JSON."""
+    lines = _Lines()
     handler = LimitedHandler(
         BackgroundStream(sys.stderr, dropped=lambda count: _dropped(lines, count))
     )

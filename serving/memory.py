@@ -1,7 +1,13 @@
-"""Returns memory to the system after large requests: glibc keeps memory that was freed in small pieces."""
+"""Memory of processes that serve: glibc keeps what was freed in small pieces, so it is returned after large requests.
+
+A full collection of cyclic garbage walks all objects, and holds the lock of the interpreter meanwhile: hundreds of
+thousands of them, and seconds, once programs have been traced or loaded. Those stay for good, so the collector leaves
+them out. What requests make is freed by counting references; little is left to collect.
+"""
 
 import asyncio
 import ctypes
+import gc
 from collections.abc import Callable
 
 LARGE = 100_000
@@ -44,3 +50,26 @@ class MemoryReturn:
     def _start(self) -> None:
         self._timer = None
         asyncio.get_running_loop().run_in_executor(None, self._trim)
+
+
+_THRESHOLDS = (5_000, 20, 20)
+"""Objects made since the last collection of the youngest, and collections of one generation for one of the next."""
+
+
+def pause_collector() -> None:
+    """Collects nothing until `settle_heap`: while a process starts, nearly all that is made stays."""
+    gc.disable()
+
+
+def settle_heap(*, collects: bool = True) -> None:
+    """Leaves all objects that exist out of later collections.
+
+    Args:
+      collects: whether to collect once before, and to return free memory to the system: a second, before requests come.
+    """
+    if collects:
+        gc.collect()
+        c_library_trim()
+    gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)
+    gc.enable()

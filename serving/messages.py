@@ -12,8 +12,6 @@ from peagle_jax.engine.host.stats import Acceptance, DeviceMemory
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text.tokenizer import Tokenizer
 
-Name = tuple[str, str]
-"""Caller and id of a request: a caller's ids are unique among its open requests."""
 MatcherOf = Hashable
 """A constraint compiled for one sequence: a `Matcher` where the engine is, elsewhere what stands for one."""
 
@@ -71,23 +69,8 @@ class Ended(NamedTuple):
     @classmethod
     def of(cls, request: Request) -> Self:
         """The record of a request that has ended."""
-        return cls(
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            error=request.error,
-            error_is_the_clients=request.error_is_the_clients,
-            num_tokens=len(request.output),
-            num_draft=request.num_draft,
-            rounds=request.rounds,
-            emitted=request.emitted,
-            drafted=request.drafted,
-            accepted=request.accepted,
-            accepted_per_position=request.accepted_per_position,
-            drafted_per_position=request.drafted_per_position,
-            start_time=request.start_time,
-            first_token_time=request.first_token_time,
-            finish_time=request.finish_time,
-        )
+        given = {name: getattr(request, name) for name in cls._fields if name != "num_tokens"}
+        return cls(num_tokens=len(request.output), **given)
 
 
 class Tokens(NamedTuple):
@@ -105,13 +88,9 @@ class Tokens(NamedTuple):
     """With the first tokens of a sequence, if its request has `prompt_logprobs`."""
 
 
-class IdIsTaken(ValueError):
-    """A request of the same caller has this id and runs already, in whichever process."""
-
-
 @dataclass(frozen=True)
 class Refused:
-    """Jobs that were submitted together and are refused: `ConfigError`, `QueueFull` or `IdIsTaken`."""
+    """Jobs that were submitted together and are refused: `ConfigError` or `QueueFull`."""
 
     keys: tuple[Hashable, ...]
     error: Exception
@@ -199,22 +178,17 @@ class Description:
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """What a server does when its engine, or another server of this engine, calls it: in its event loop.
+    """What a server does when its engine calls it: in its event loop.
 
     Args:
-      deliver: called after each round with the events of this server's requests, in order, and the tokens that the
-        round gave to all requests of the engine; None if another server counts them.
+      deliver: called after each round with its events, in order, and the tokens that it gave to all requests.
       on_ready: called when requests can be served; smaller batches may still compile.
       on_death: called with the reason; no events follow.
-      abort: ends the open request of a caller and an id.
-      snapshot: returns what `Worker.gather` of another server gets.
     """
 
-    deliver: Callable[[Sequence[Event], int | None], None]
+    deliver: Callable[[Sequence[Event], int], None]
     on_ready: Callable[[], None]
     on_death: Callable[[Death], None]
-    abort: Callable[[Name], None]
-    snapshot: Callable[[], object]
 
 
 class Worker(Protocol):
@@ -233,20 +207,11 @@ class Worker(Protocol):
     def start(self, listener: Listener) -> None:
         """Begins to serve; `Listener` says what follows. Call it in the event loop."""
 
-    def submit(self, jobs: Sequence[Job], name: Name) -> None:
+    def submit(self, jobs: Sequence[Job]) -> None:
         """Queues the jobs of a request, all or none; the results arrive as events."""
 
     def abort(self, key: Hashable) -> None:
         """Ends a job. Unless it has ended already, its last event has the finish reason "abort"."""
-
-    def closed(self, name: Name) -> None:
-        """A request has ended: another one may have its id."""
-
-    async def abort_elsewhere(self, name: Name) -> bool:
-        """Ends a request that another server of the same engine has accepted; False if there is none."""
-
-    async def gather(self) -> list:
-        """Snapshots of the other servers of the same engine."""
 
     def flush_prefix_cache(self, salt: Salt, on_done: Callable[[int], None]) -> None:
         """Forgets idle pages as `Engine.flush_prefix_cache` does, between two rounds.

@@ -4,20 +4,27 @@ Counters of the engine are read from its last `Load` at each scrape; only latenc
 here.
 """
 
+import bisect
 import collections
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from peagle_jax import EngineConfig
 from peagle_jax.engine.host.stats import Acceptance, DeviceMemory
 from serving.errors import Code, ServiceError
-from serving.histogram import Histogram
 from serving.messages import Event, Load, Tokens
-from serving.metric_sums import Snapshot, Summed, key_of
 from serving.stream import Stream
 
 _SECONDS = (
@@ -53,7 +60,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """All metrics of one server, in a registry of their own. Several servers of one engine add theirs up.
+    """All metrics of the server, in a registry of their own.
 
     Args:
       model: what clients call the model.
@@ -99,26 +106,24 @@ class Metrics:
         self._last_tokens: dict[object, float] = {}
         self._begin_counters()
 
-    def text(self, others: Sequence[Snapshot] = ()) -> bytes:
-        """All metrics in Prometheus' text format.
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
 
-        Args:
-          others: of the other servers of the same engine; their counts are added.
-        """
-        return generate_latest(Summed(self.registry, others) if others else self.registry)
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of all samples of a name that have these labels."""
+        samples = (sample for family in self.registry.collect() for sample in family.samples)
+        return sum(
+            sample.value
+            for sample in samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
-    def snapshot(self) -> Snapshot:
-        """What this server alone has counted, for `text` of another one."""
-        own = [*self._counters.values(), *self._histograms]
-        samples = [sample for one in own for family in one.collect() for sample in family.samples]
-        found = {key_of(sample): sample.value for sample in samples}
-        return found | {(OPEN_REQUESTS, tuple(self._labels.items())): self._num_open()}
-
-    def round(self, events: Sequence[Event], num_tokens: int | None = None) -> None:
+    def round(self, events: Sequence[Event], num_tokens: int = 0) -> None:
         """Counts the events of a device call. Its rounds have equal shares of the time since the call before.
 
         Args:
-          num_tokens: what the call gave to all requests of the engine; None if another server counts it.
+          num_tokens: what the call gave to all requests of the engine.
         """
         now, last = time.monotonic(), self._last_tokens
         outputs = [one for one in events if isinstance(one, Tokens)]
@@ -329,3 +334,37 @@ class _EngineCollector(Collector):
         family = CounterMetricFamily(name, text, labels=self._names)
         family.add_metric(self._values, value)
         return family
+
+
+class Histogram(Collector):
+    """Counts values in one thread; a scrape reads it as prometheus_client's own histogram, which takes ten times
+    as long for a value.
+
+    Args:
+      labels: of its only series.
+      buckets: upper bounds, included, in ascending order; one without a bound is added.
+    """
+
+    def __init__(self, name: str, text: str, labels: Mapping[str, str], buckets: Sequence[float]):
+        self._name, self._text, self._labels = name, text, dict(labels)
+        self._bounds = [*map(float, buckets), math.inf]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+        self._created = time.time()
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Counts `value`, `times` times."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterable[Metric]:
+        """See prometheus_client's Collector."""
+        family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
+        totals = itertools.accumulate(self._counts)
+        buckets = [
+            (floatToGoString(bound), total)
+            for bound, total in zip(self._bounds, totals, strict=True)
+        ]
+        family.add_metric(tuple(self._labels.values()), buckets, self._sum)
+        family.add_sample(f"{self._name}_created", self._labels, self._created)
+        yield family

@@ -8,16 +8,13 @@ from serving.errors import PromptTooLong, invalid
 from serving.limits import Limits
 
 _MAX_SALT = 256  # characters
-CONTROLS = (
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-)
-"""Fields of `SamplingParams` that adjust logits; most clients spell them as we do."""
+SPELLING = {"stop_ids": "stop_token_ids"}
+"""Clients' names of the fields of `SamplingParams`, where they differ from ours."""
+
+
+def spelled(name: str) -> str:
+    """The clients' name of a field of `SamplingParams`."""
+    return SPELLING.get(name, name)
 
 
 def sampling_params(spelling: Mapping[str, str], limits: Limits, **values) -> SamplingParams:

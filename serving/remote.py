@@ -14,12 +14,10 @@ from peagle_jax.engine.host.pages import Salt
 from peagle_jax.engine.host.stats import DeviceMemory
 from peagle_jax.text.tokenizer import Tokenizer
 from serving.errors import Code, ServiceError
-from serving.frames import Channel, ClosedError, encode, unpacked, unpacked_load
-from serving.messages import Checked, Death, Description, Job, Listener, Load, Name
+from serving.frames import Channel, ClosedError, encode, unpacked
+from serving.messages import Checked, Death, Description, Job, Listener
 
 _log = logging.getLogger(__name__)
-_GATHER_SECONDS = 1.0
-"""Longest wait for the other servers of the engine; one that is stopped counts with its last answer."""
 GONE = Death("process ended", "its process has ended")
 
 
@@ -37,28 +35,21 @@ class RemoteEngine:
 
     Args:
       connection: to the `hub.Hub` of the engine's process.
-      num_servers: processes that the hub connects with.
 
     Attributes:
       end: called by `stop`: ends the process of the engine within some seconds; returns whether it did.
-      on_stop: called when the engine asks for the end of the server.
       on_lost: called when the process of the engine is gone, after the listener has heard of its death.
     """
 
-    def __init__(self, connection: socket.socket, *, num_servers: int):
-        self._channel, self._num_servers = Channel(connection), num_servers
+    def __init__(self, connection: socket.socket):
+        self._channel = Channel(connection)
         self.busy_seconds = 0.0
         self.batch_sizes_pending = 0
         self.device_memory: Mapping[int, DeviceMemory] = {}
         self.end: Callable[[float], bool] = lambda timeout: True
-        self.on_stop: Callable[[], None] = lambda: None
         self.on_lost: Callable[[], None] = lambda: None
         self._calls: dict[int, Future] = {}
         self._numbers = itertools.count()
-        self._parts: dict[int, object] = {}
-        """The last snapshot of each other server."""
-        self._missing: dict[int, int] = {}
-        """How many snapshots a call still waits for."""
         self._unsent = bytearray()
         self._is_gone = self._is_ending = False
 
@@ -75,17 +66,12 @@ class RemoteEngine:
         kind, *content = self._channel.receive()
         if kind == "refused":
             raise ConfigError(content[0])
-        (*models, folder), self._load = content
+        (*models, folder), self.load = content
         if folder is None:
             tokenizer = None
         elif tokenizer is None or tokenizer.folder != Path(folder):
             tokenizer = Tokenizer(folder)
         self.description = Description(*models, tokenizer)
-
-    @property
-    def load(self) -> Load:
-        """It is made when it is read, because one comes with each round."""
-        return unpacked_load(self._load)
 
     def start(self, listener: Listener) -> None:
         self._listener, self._loop = listener, asyncio.get_running_loop()
@@ -94,38 +80,11 @@ class RemoteEngine:
         for message in self._channel.rest():
             self._loop.call_soon(self._handle, message)
 
-    def submit(self, jobs: Sequence[Job], name: Name) -> None:
-        self._send(("submit", [self._portable(job) for job in jobs], name))
+    def submit(self, jobs: Sequence[Job]) -> None:
+        self._send(("submit", [self._portable(job) for job in jobs]))
 
     def abort(self, key: Hashable) -> None:
         self._send(("abort", key))
-
-    def closed(self, name: Name) -> None:
-        if self._num_servers > 1:
-            self._send(("closed", name))
-
-    async def abort_elsewhere(self, name: Name) -> bool:
-        if self._num_servers == 1 or self._is_gone:
-            return False
-        return await asyncio.wrap_future(self._call("abort-name", name))
-
-    async def gather(self) -> list:
-        if self._num_servers > 1 and not self._is_gone:
-            number = next(self._numbers)
-            self._missing[number] = self._num_servers - 1
-            answer = self._calls[number] = Future()
-            self._send(("gather", number))
-            try:
-                async with asyncio.timeout(_GATHER_SECONDS):
-                    await asyncio.wrap_future(answer)
-            except (TimeoutError, ServiceError):
-                _log.warning(
-                    "another process of the server does not answer: its last counts are used"
-                )
-            finally:
-                del self._missing[number]
-                self._calls.pop(number, None)
-        return list(self._parts.values())
 
     def flush_prefix_cache(self, salt: Salt, on_done: Callable[[int], None]) -> None:
         done = lambda answer: None if answer.exception() else on_done(answer.result())
@@ -219,18 +178,11 @@ class RemoteEngine:
     def _handle(self, message: tuple) -> None:
         match message:
             case "round", items, num_tokens, load, pending:
-                self._load, self.busy_seconds = load, 0.0
-                if pending is not None:
-                    self.batch_sizes_pending = pending
+                self.load, self.busy_seconds = load, 0.0
+                self.batch_sizes_pending = pending
                 self._listener.deliver(unpacked(items), num_tokens)
             case "answer", number, value:
                 self._answer(number, value)
-            case "part", number, index, content:
-                self._add_part(number, index, content)
-            case "snapshot", asker, number:
-                self._send(("snapshot", asker, number, self._listener.snapshot()))
-            case "abort", name:
-                self._listener.abort(name)
             case "busy", seconds:
                 self.busy_seconds = seconds
             case "memory", memory:
@@ -239,8 +191,6 @@ class RemoteEngine:
                 self._listener.on_ready()
             case "dead", death:
                 self._listener.on_death(death)
-            case ("stop",):
-                self.on_stop()
 
     def _answer(self, number: int, value: object) -> None:
         answer = self._calls.pop(number, None)
@@ -250,13 +200,6 @@ class RemoteEngine:
             answer.set_exception(value)
         else:
             answer.set_result(value)
-
-    def _add_part(self, number: int, index: int, content: object) -> None:
-        self._parts[index] = content
-        if number in self._missing:
-            self._missing[number] -= 1
-            if self._missing[number] == 0:
-                self._answer(number, None)
 
     def _lose(self) -> None:
         self._is_gone = True

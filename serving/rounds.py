@@ -1,7 +1,8 @@
 """The rounds of a sequence as clients see them: texts of the tokens, and what the drafts were."""
 
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 
 from peagle_jax.engine.host.request import Round
 from peagle_jax.text.tokenizer import Detokenizer, Tokenizer
@@ -31,37 +32,29 @@ class RoundReport:
 
 
 class RoundReports:
-    """Reports the rounds of one sequence. One object per sequence, because it holds incomplete characters.
+    """Reports the rounds of a request's sequences. One object per request, because it holds incomplete characters.
 
     The first report of a sequence is the token that prefill samples, which no round made: it has no drafts.
     """
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
-        self._text = None if tokenizer is None else Detokenizer(tokenizer)
+        self._texts: defaultdict[int, Detokenizer] = defaultdict(lambda: Detokenizer(tokenizer))
 
-    def of(self, delta: Delta) -> list[RoundReport]:
-        """The rounds of the sequence's next delta."""
+    def of(self, index: int, delta: Delta) -> list[RoundReport]:
+        """The rounds of the next delta of sequence `index`."""
+        text = None if self._tokenizer is None else self._texts[index]
+        name = partial(token_name, self._tokenizer)
+        piece = name if text is None else lambda token: text.add([token])
         start, reports = 0, []
         sampled = len(delta.tokens) - sum(one.tokens for one in delta.rounds)
         by_prefill = [Round([], 0, sampled)] if sampled else []
         for one in by_prefill + delta.rounds:
-            end = start + one.tokens
-            reports.append(self._report(one, delta.tokens[start:end]))
-            start = end
-        if reports and delta.finish is not None and self._text is not None:
-            reports[-1].texts[-1] += self._text.flush()
+            texts = [piece(token) for token in delta.tokens[start : start + one.tokens]]
+            reports.append(
+                RoundReport(texts, one.accepted, one.drafts, list(map(name, one.drafts)))
+            )
+            start += one.tokens
+        if reports and delta.finish is not None and text is not None:
+            reports[-1].texts[-1] += text.flush()
         return reports
-
-    def _report(self, one: Round, tokens: Sequence[int]) -> RoundReport:
-        return RoundReport(
-            texts=[self._piece(token) for token in tokens],
-            accepted=one.accepted,
-            draft_ids=one.drafts,
-            drafts=[token_name(self._tokenizer, token) for token in one.drafts],
-        )
-
-    def _piece(self, token: int) -> str:
-        if self._text is None:
-            return token_name(None, token)
-        return self._text.add([token])

@@ -3,37 +3,32 @@
 import argparse
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
-from pydantic_settings import InitSettingsSource
+from typing import Any
 
 from peagle_jax import removed
-from peagle_jax.cli.command_line import Parser, add_removed
+from peagle_jax.cli.command_line import Parser, add_options, add_removed
 from peagle_jax.config import ConfigError
-from serving.option_types import describe
+from peagle_jax.options import options_of, read
 from serving.settings import Settings
 
 PREFIX = "PEAGLE_"
 _OTHER_VARIABLES = {"PEAGLE_SHA"}  # of other commands
 _SECTIONS = {
+    "max_num_seqs": "engine, all of whose programs are compiled at the start",
     "model": "what is served",
-    "max_num_seqs": "sizes of the engine, for which all programs are compiled at the start",
-    "api_processes": "addresses, ports and processes",
-    "tls_cert": "TLS and authentication",
-    "max_connections": "connections",
     "max_request_seconds": "limits of requests",
+    "served_model_name": "queue, memory and replies",
+    "host": "addresses and ports",
+    "tls_cert": "TLS and authentication",
+    "max_connections": "connections and messages",
     "drain_seconds": "operation",
 }
 """Headings of --help, each with the option that it precedes."""
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_[0-9]+_(TCP|UDP).*)?$")
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]*)(\.[0-9]*)?(e[-+]?[0-9]+)?", re.IGNORECASE)
-_FIELDS = Settings.model_fields
-_HINTS = get_type_hints(Settings)  # without the rules
+_OPTIONS = options_of(Settings)
 _EPILOG = f"""\
 Every option can also be set in the environment, as {PREFIX}MAX_NUM_SEQS=32, and in the YAML file of
 --config, as `max-num-seqs: 32`. The command line wins over the environment, the environment over the
@@ -49,8 +44,6 @@ Send a request: peagle-client "def quicksort(xs):". docs/serving.md describes th
 
 def parser() -> argparse.ArgumentParser:
     """The command line. Its result has no attribute for an option that is not given."""
-    # CliSettingsSource of pydantic-settings has no headings in --help and does not distinguish a mistake
-    # of the command line, which ends with exit code 2 here, from one of the other sources.
     command_line = Parser(
         prog="peagle-serve",
         description="Serves a model over gRPC, with metrics and OpenAI's routes over HTTP.",
@@ -61,37 +54,12 @@ def parser() -> argparse.ArgumentParser:
     )
     command_line.add_argument("--config", metavar="FILE", help="YAML file of options")
     group = command_line
-    for name, field in _FIELDS.items():
+    for name in _OPTIONS:
         if name in _SECTIONS:
             group = command_line.add_argument_group(_SECTIONS[name])
-        short = ["-K"] if name == "num_speculative_tokens" else []
-        group.add_argument(f"--{name.replace('_', '-')}", *short, **_argument(name, field))
+        add_options(group.add_argument, Settings, name, has_defaults=False)
     add_removed(command_line, removed.OPTIONS)
     return command_line
-
-
-def _argument(name: str, field: Any) -> dict[str, Any]:
-    """Arguments of `add_argument` for one option."""
-    if field.default is False:
-        return dict(action="store_true", help=field.description)
-    text = field.description
-    if field.default is not None and field.default is not True:
-        shown = f"{field.default:g}" if isinstance(field.default, float) else field.default
-        text += f" (default: {shown})"
-    if _kind(name) is bool:
-        return dict(action=argparse.BooleanOptionalAction, help=text)
-    metavar = field.json_schema_extra["metavar"]
-    return dict(type=_from_flag(name), choices=_choices(name) or None, metavar=metavar, help=text)
-
-
-def _from_flag(name: str) -> Callable[[str], object]:
-    def convert(text: str) -> object:
-        try:
-            return _value(name, text)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return convert
 
 
 def resolve(
@@ -112,22 +80,14 @@ def resolve(
         "environment": variables,
         f"file {file}": _from_file(Path(file)) if file else {},
     }
-    settings = _merge(layers.values())
+    merged: dict[str, object] = {}
+    for layer in reversed(layers.values()):
+        merged |= layer
+    settings = Settings(**merged)
     source_of = lambda name: next((one for one in layers if name in layers[one]), "default")
-    sources = {name: source_of(name) for name in _FIELDS}
+    sources = {name: source_of(name) for name in _OPTIONS}
     _refuse_ineffective(settings, sources)
     return settings, sources
-
-
-def _merge(layers: Iterable[dict[str, object]]) -> Settings:
-    """The settings of several layers; of an option in several of them the first one decides."""
-
-    class Layered(Settings):
-        @classmethod
-        def settings_customise_sources(cls, settings_cls, **others):
-            return tuple(InitSettingsSource(settings_cls, values) for values in layers)
-
-    return Settings(**dict(Layered()))
 
 
 _OF_DRAFTS: dict[str, tuple[object, ...]] = {
@@ -154,7 +114,6 @@ def _refuse_ineffective(settings: Settings, sources: Mapping[str, str]) -> None:
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
-    # EnvSettingsSource of pydantic-settings ignores unknown variables.
     values: dict[str, object] = {}
     for variable, text in environment.items():
         if not variable.startswith(PREFIX) or variable in _OTHER_VARIABLES:
@@ -163,7 +122,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
         if name == "config":
             values[name] = text
             continue
-        if name not in _FIELDS and _SERVICE_LINK.search(variable):
+        if name not in _OPTIONS and _SERVICE_LINK.search(variable):
             raise ConfigError(
                 f"variable {variable}: Kubernetes sets it for a Service of that name; set "
                 "enableServiceLinks: false in the Pod's spec"
@@ -173,7 +132,6 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
 
 
 def _from_file(path: Path) -> dict[str, object]:
-    # YamlConfigSettingsSource of pydantic-settings takes the last of two equal keys and reports no line numbers.
     import yaml
 
     try:
@@ -202,16 +160,16 @@ def _from_node(name: str, node: Any, place: str) -> object:
     """
     import yaml
 
-    kind = _kind(name) if name in _FIELDS else None
+    kind = _OPTIONS[name].kind if name in _OPTIONS else None
     if isinstance(node, yaml.ScalarNode):
-        if kind in (int, float) and re.match(r"[-+]?[0-9]", node.value):
+        if kind in ("int", "float") and re.match(r"[-+]?[0-9]", node.value):
             if not _DECIMAL.fullmatch(node.value):
                 raise ConfigError(
                     f"{place}: {node.value} is not a plain decimal number; write it without leading "
                     "zeros, colons and underscores"
                 )
             return node.value
-        if kind is str and not node.tag.endswith(":null"):
+        if kind in ("text", "choice") and not node.tag.endswith(":null"):
             return node.value
     try:
         return yaml.SafeLoader("").construct_object(node, deep=True)
@@ -235,57 +193,9 @@ def _reason(error: Exception) -> str:
 def _value_at(place: str, name: str, value: object) -> object:
     if reason := removed.OPTIONS.get(name):
         raise ConfigError(f"{place}: {name} is removed: {reason}")
-    if name not in _FIELDS:
+    if name not in _OPTIONS:
         raise ConfigError(f"{place}: there is no option {name!r}; peagle-serve --help lists them")
     try:
-        return _value(name, value)
+        return read(_OPTIONS[name], value)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
-
-
-def _value(name: str, value: object) -> object:
-    """A value of the option's type.
-
-    Every layer is converted by itself, because pydantic-settings would ignore mistakes in values that
-    another layer overrides.
-
-    Args:
-      value: text, or a value of YAML.
-    """
-    try:
-        return _adapter(name).validate_python(value)
-    except ValidationError as error:
-        if error.errors()[0]["type"] == "value_error":
-            raise ConfigError(f"{name}={describe(error)}") from error
-        if reason := removed.why_not(name, value):
-            raise ConfigError(f"{name}={value!r} {reason}") from error
-        if choices := _choices(name):
-            wanted = f"one of {', '.join(choices)}"
-        else:
-            wanted = "true or false" if _kind(name) is bool else f"of type {_kind(name).__name__}"
-        raise ConfigError(f"{value!r} must be {wanted}") from error
-
-
-@cache
-def _adapter(name: str) -> TypeAdapter:
-    return TypeAdapter(_FIELDS[name].rebuild_annotation())
-
-
-@cache
-def _hint(name: str) -> Any:
-    """The option's type without None."""
-    hint = _HINTS[name]
-    if get_origin(hint) not in (Union, UnionType):
-        return hint
-    return next(part for part in get_args(hint) if part is not NoneType)
-
-
-def _kind(name: str) -> type:
-    """bool, int, float or str."""
-    return str if _choices(name) else _hint(name)
-
-
-def _choices(name: str) -> list[str]:
-    if get_origin(_hint(name)) is not Literal:
-        return []
-    return [choice for choice in get_args(_hint(name)) if choice is not None]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
 from peagle_jax.config import ConfigError
+from peagle_jax.extras import check_installed
 from serving.errors import Code
 from serving.stream import Stream
 from serving.version import NAME, VERSION
@@ -44,16 +45,12 @@ class Tracer:
         Raises:
           ConfigError: OpenTelemetry is not installed, or the endpoint is not a URL.
         """
-        try:
-            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ImportError as error:
-            raise ConfigError(
-                f"otlp_endpoint={endpoint!r} needs OpenTelemetry ({error}); "
-                "pip install 'peagle-jax[tracing]'"
-            ) from error
+        check_installed("tracing", f"otlp_endpoint={endpoint!r}")
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
         if not endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"otlp_endpoint={endpoint!r} must begin with http:// or https://")
         exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))

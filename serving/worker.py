@@ -16,7 +16,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from peagle_jax import ConfigError, Engine
 from peagle_jax.cli import runs
@@ -39,11 +38,33 @@ from serving.messages import (
     Job,
     Listener,
     Load,
-    Name,
     Refused,
     Tokens,
 )
-from serving.run_clock import RunClock
+
+_LONGEST_PAUSE = 1.5
+"""Seconds between two readings that count; a process that runs reads the clock every second."""
+
+
+class RunClock:
+    """Seconds that this process has run since the clock was made. Any thread may read it; one must, every second.
+
+    Args:
+      clock: a clock that goes on while the process does not run.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._lock = clock, threading.Lock()
+        self._seconds, self._read = 0.0, clock()
+
+    def now(self) -> float:
+        """The time."""
+        with self._lock:
+            now = self._clock()
+            self._seconds += min(now - self._read, _LONGEST_PAUSE)
+            self._read = now
+            return self._seconds
+
 
 _log = logging.getLogger(__name__)
 _LOG_SECONDS = 5.0
@@ -51,30 +72,8 @@ _PATIENCE = 0.25
 """Longest wait for new requests, as a share of a round; the rest of the round is for planning the next."""
 
 
-@dataclass(frozen=True)
-class _Submit:
-    jobs: tuple[Job, ...]
-
-
-@dataclass(frozen=True)
-class _Abort:
-    key: Hashable
-
-
-@dataclass(frozen=True)
-class _Flush:
-    salt: Salt
-    on_done: Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class _Stop:
-    done: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass(frozen=True)
-class _TimeIdle:
-    """Another round is compiled: its time may be missing."""
+_TIME_IDLE = ("time idle",)
+"""Mail: another round is compiled, whose time may be missing."""
 
 
 class ProgressLog:
@@ -121,6 +120,7 @@ class EngineWorker:
     ):
         self._before_ready = before_ready
         self._engine, self._waits_for_all = engine, waits_for_all
+        self._grammars = engine.grammars
         parts = engine.config, engine.target_config, engine.drafter_config, engine.tokenizer
         self.description = Description(*parts)
         self._mail: queue.SimpleQueue = queue.SimpleQueue()
@@ -166,34 +166,23 @@ class EngineWorker:
         self._on_ready, self._on_death = listener.on_ready, listener.on_death
         self._thread.start()
 
-    def submit(self, jobs: Sequence[Job], name: Name) -> None:
-        self._mail.put(_Submit(tuple(jobs)))
+    def submit(self, jobs: Sequence[Job]) -> None:
+        self._mail.put(("submit", tuple(jobs)))
 
     def abort(self, key: Hashable) -> None:
-        self._mail.put(_Abort(key))
-
-    def closed(self, name: Name) -> None:
-        """Nothing is kept by name: the engine has no other server."""
-
-    async def abort_elsewhere(self, name: Name) -> bool:
-        """The engine has no other server."""
-        return False
-
-    async def gather(self) -> list:
-        """The engine has no other server."""
-        return []
+        self._mail.put(("abort", key))
 
     def flush_prefix_cache(self, salt: Salt, on_done: Callable[[int], None]) -> None:
-        self._mail.put(_Flush(salt, on_done))
+        self._mail.put(("flush", salt, on_done))
 
     def prepare_matchers(self) -> None:
-        self._engine.grammars.prepare()
+        self._grammars.prepare()
 
     def matchers(self, constraint: Checked, number: int) -> list[Matcher]:
         """Any thread may call it."""
         # The memory is taken first: what is refused must not be compiled.
         lease = self._constraint_memory.lease(constraint.origin, constraint.memory)
-        matcher = self._engine.grammars.matcher(constraint.definition)
+        matcher = self._grammars.matcher(constraint.definition)
         matcher.lease = lease
         return [matcher, *(matcher.again() for _ in range(number - 1))]
 
@@ -204,9 +193,9 @@ class EngineWorker:
           Whether both threads ended within `timeout` seconds: the engine's, and the one that compiles.
         """
         self._is_stopping = True
-        stop = _Stop()
-        self._mail.put(stop)
-        has_ended = not self._thread.is_alive() or stop.done.wait(timeout)
+        done = threading.Event()
+        self._mail.put(("stop", done))
+        has_ended = not self._thread.is_alive() or done.wait(timeout)
         return has_ended and not self._compiler.is_alive()
 
     def _post(self, function: Callable, *args) -> None:
@@ -249,9 +238,9 @@ class EngineWorker:
         begin = time.monotonic()
         engine.warm_up()
         engine.run_once()
-        if engine.grammars is not None:
+        if self._grammars is not None:
             with contextlib.suppress(ConfigError):  # the first constraint reports it
-                engine.grammars.prepare()
+                self._grammars.prepare()
         seconds = time.monotonic() - begin
         _log.info("loaded %d programs in %.1f s", engine.programs.num_compiled, seconds)
 
@@ -266,7 +255,7 @@ class EngineWorker:
                     on_done=self._load,
                 )
             while not self._is_stopping and self._engine.compile_next():
-                self._mail.put(_TimeIdle())
+                self._mail.put(_TIME_IDLE)
         except Exception:
             _log.exception("a program cannot be compiled; rounds use those that are compiled")
         c_library_trim()  # compiling leaves up to a gigabyte of free memory in pieces
@@ -274,22 +263,22 @@ class EngineWorker:
     def _load(self, program: Program) -> None:
         """Loads a program that has just come onto disk."""
         self._engine.load(program)
-        self._mail.put(_TimeIdle())
+        self._mail.put(_TIME_IDLE)
 
     def _step(self) -> bool:
         """Reads the mail, then runs a round if there is work. Returns False after `stop`."""
         events: list[Event] = []
         for item in self._all_mail():
             match item:
-                case _Submit(jobs):
+                case "submit", jobs:
                     events += self._add(jobs)
-                case _Abort(key):
+                case "abort", key:
                     events += self._end(key)
-                case _Flush(salt, on_done):
+                case "flush", salt, on_done:
                     self._post(on_done, self._engine.flush_prefix_cache(salt))
-                case _TimeIdle() if not self._engine.has_work and self._engine.time_idle_round():
-                    self._mail.put(_TimeIdle())  # one run at a time: requests come first
-                case _Stop(done):
+                case ("time idle",) if not self._engine.has_work and self._engine.time_idle_round():
+                    self._mail.put(_TIME_IDLE)  # one run at a time: requests come first
+                case "stop", done:
                     done.set()
                     return False
         if self._engine.has_work:
@@ -316,7 +305,7 @@ class EngineWorker:
         mail = self._rest()
         missing = 0 if self._engine.scheduler.num_waiting else self._num_vacated
         until = time.monotonic() + self._patience
-        while sum(len(item.jobs) for item in mail if isinstance(item, _Submit)) < missing:
+        while sum(len(item[1]) for item in mail if item[0] == "submit") < missing:
             try:
                 mail.append(self._mail.get(timeout=max(0.0, until - time.monotonic())))
             except queue.Empty:

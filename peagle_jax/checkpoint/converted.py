@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path as FilePath
+from typing import TYPE_CHECKING
 
 import numpy as np
-import tensorstore as ts
 
 from peagle_jax.checkpoint.layout import Path, Rule
 from peagle_jax.checkpoint.manifest import check_manifest
@@ -33,6 +33,9 @@ from peagle_jax.checkpoint.safetensors import (
 )
 from peagle_jax.checkpoint.transforms import IN_ORDER, Copy, Merge
 from peagle_jax.checkpoint.values import NotFinite, check_scale
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 _FORMATS = "peagle-jax converted checkpoint, "
 FORMAT = f"{_FORMATS}2"
@@ -152,6 +155,8 @@ class Converted(Headers):
             for name, raw in self.manifest["not_finite"].items()
         }
         self.parameters = {parameter.path: parameter for parameter in parameters}
+        import tensorstore as ts  # takes 0.1 s, and other checkpoints do not need it
+
         self._context = ts.Context(_CONTEXT)
 
     @cached_property
@@ -268,8 +273,10 @@ class Converted(Headers):
                 f"(sha256 {actual[:12]}, the manifest says {parameter.sha256[:12]})"
             )
 
-    def store(self, parameter: Parameter) -> ts.TensorStore:
+    def store(self, parameter: Parameter) -> "ts.TensorStore":
         """Opens the array with tensorstore without reading it; checks shape and dtype by the manifest."""
+        import tensorstore as ts
+
         folder = self.folder / "weights" / parameter.group / parameter.key
         spec = {
             "driver": "zarr",

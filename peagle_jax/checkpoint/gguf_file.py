@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from peagle_jax.checkpoint.safetensors import CheckpointError
+from peagle_jax.extras import check_installed
 
 ARCHIVES = (".whl", ".zip")
 FLOATS = {
@@ -131,12 +132,9 @@ def _read_parts(path: Path) -> GgufFile:
 
 
 def _library():
-    try:
-        import gguf
-    except ImportError as error:
-        raise CheckpointError(
-            "reading GGUF needs the package gguf: python -m pip install 'peagle-jax[gguf]'"
-        ) from error
+    check_installed("gguf", "reading GGUF")
+    import gguf
+
     return gguf
 
 

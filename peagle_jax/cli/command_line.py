@@ -8,6 +8,10 @@ import argparse
 import contextlib
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
+
+from peagle_jax.errors import ConfigError
+from peagle_jax.options import Option, options_of, read
 
 
 class Parser(argparse.ArgumentParser):
@@ -89,32 +93,44 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} must be ID=BIAS, as 42=-5") from error
 
 
-def add_controls(add: Callable) -> None:
-    """Adds the options that change the target's logits."""
-    add(
-        "--min-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="nothing ends the text before N tokens",
-    )
-    add(
-        "--repetition-penalty", type=float, default=1.0, metavar="R",
-        help="divide the logits of tokens in prompt and output by R (negative ones: multiply)",
-    )  # fmt: skip
-    add(
-        "--frequency-penalty", type=float, default=0.0, metavar="F",
-        help="subtract F from a token's logit for each time it was generated",
-    )  # fmt: skip
-    add(
-        "--presence-penalty", type=float, default=0.0, metavar="F",
-        help="subtract F from the logits of tokens that were generated",
-    )  # fmt: skip
-    add(
-        "--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS",
-        help="add BIAS to the logit of token ID; repeatable",
-    )  # fmt: skip
-    add(
-        "--bad-word", action="append", default=[], metavar="WORD",
-        help="never generate WORD, which must be one token; repeatable",
-    )  # fmt: skip
+_ITEMS = {"texts": str, "ints": whole, "biases": _bias}
+"""Types of the items of lists."""
+
+
+def _from_text(one: Option, text: str) -> object:
+    try:
+        return read(one, text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_options(add: Callable, owner: type, *names: str, has_defaults: bool = True) -> None:
+    """Adds these options of a dataclass (`peagle_jax.options`).
+
+    Args:
+      has_defaults: whether options without a value have an attribute: their default, or None for lists.
+    """
+    for one in map(options_of(owner).__getitem__, names):
+        is_shown = one.default is not None and not isinstance(one.default, bool | tuple)
+        shown = f"{one.default:g}" if isinstance(one.default, float) else one.default
+        text = f"{one.help} (default: {shown})" if is_shown else one.help
+        flags = [f"--{one.flag}", *([one.short] if one.short else [])]
+        default = None if one.kind in _ITEMS else one.default
+        default = default if has_defaults else argparse.SUPPRESS
+        arguments = dict(dest=one.name, default=default, help=text)
+        if one.kind == "bool":
+            switch = "store_true" if one.default is False else argparse.BooleanOptionalAction
+            add(*flags, action=switch, **arguments)
+            continue
+        if one.kind in _ITEMS:
+            arguments |= dict(action="append", type=_ITEMS[one.kind])
+        else:
+            arguments["type"] = partial(_from_text, one)
+        choices = "{" + ",".join(one.choices) + "}" if one.choices else None
+        add(*flags, metavar=one.metavar or choices, **arguments)
+
+
+def given(args: argparse.Namespace, *names: str) -> dict[str, object]:
+    """Those of the options that a command line has a value for."""
+    values = {name: getattr(args, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}

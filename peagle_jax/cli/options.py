@@ -2,20 +2,23 @@
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from peagle_jax.cli.command_line import (
     Parser,
     add_constraints,
-    add_controls,
+    add_options,
     add_removed,
+    given,
     named_value,
-    positive,
-    whole,
 )
+from peagle_jax.config import EngineOptions
 from peagle_jax.errors import ConfigError
-from peagle_jax.exclusions import ACTIVATIONS, ADAPTIVE
-from peagle_jax.removed import OPTIONS, check_choice
+from peagle_jax.options import NOT_EMPTY, option, options_of
+from peagle_jax.removed import OPTIONS
+from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.structured import Structured
 
 _DESCRIPTION = """\
@@ -39,6 +42,12 @@ exit codes: 0 done, 1 outputs differ, 2 bad input (one line says what), 3 done w
 
 
 _REMOVED = ("num_speculative_tokens_per_batch_size", "ngram")
+_OTHERS = (
+    *("seed", "num_speculative_tokens", "logprobs", "prompt_logprobs"),
+    *("include_stop_str_in_output", "skip_special_tokens"),
+)
+SAMPLED = tuple(name for name in options_of(SamplingParams) if name not in _OTHERS)
+"""Options of all prompts that `SamplingParams` declares; `--seed` and `--logprobs` differ."""
 
 
 def _layer_ids(text: str) -> tuple[int, ...]:
@@ -46,18 +55,6 @@ def _layer_ids(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} must be layer numbers, as 2,24,45") from error
-
-
-def _checked(parse: Callable[[str], object]) -> Callable[[str], object]:
-    """The parser for argparse, which then shows the rule that a text breaks."""
-
-    def checked(text: str) -> object:
-        try:
-            return parse(text)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(error.rule) from error
-
-    return checked
 
 
 def read_structured(args: argparse.Namespace) -> Structured | None:
@@ -105,86 +102,76 @@ def refuse_ineffective(args: argparse.Namespace) -> None:
         (not args.json, "it is for --json", {"--logprobs": args.logprobs is not None}),
     )
     for holds, reason, options in reasons:
-        for option, is_given in options.items():
+        for flag, is_given in options.items():
             if holds and is_given:
-                raise ConfigError(f"{option} has no effect: {reason}; leave it out")
+                raise ConfigError(f"{flag} has no effect: {reason}; leave it out")
 
 
 def _text_of(path: str) -> str:
     return Path(path).read_text(encoding="utf-8")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(EngineOptions):
+    """Options of a model, its head and its engine, of `peagle-generate` and `peagle-serve`."""
+
+    model: str | None = option(
+        None,
+        "Hugging Face folder, hub id (owner/name) or GGUF file of the target (default: the embedded model)",
+        NOT_EMPTY,
+        metavar="DIR",
+    )
+    drafter: str | None = option(
+        None,
+        "folder or hub id of the head, or module:Class of a drafter of your own",
+        NOT_EMPTY,
+        metavar="DIR",
+    )
+    method: Literal["peagle", "eagle3", "none", None] = option(
+        None, "drafting method; none decodes without drafts (default: the head's own)"
+    )
+    num_speculative_tokens: int = option(
+        7, "most drafts per round (K in the papers)", short="-K", metavar="K"
+    )
+    adaptive: Literal["off", "load", None] = option(
+        None,
+        "load: choose the drafts of each round by load and acceptance, at most K; off: K is fixed "
+        "(default: load; of peagle-generate off with --compare or without --concurrency)",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "dtype of weights and arithmetic; auto: bfloat16 on GPUs and TPUs, float32 on CPUs"
+    )
+    quantization: Literal["fp8", None] = option(
+        None, "quantise an unquantised target while it is read (128x128 blocks)"
+    )
+
+
+_OF_ENGINE = (
+    *("selector", "draft_sampling", "verify_method", "tensor_parallel", "gather"),
+    *("kv_cache_dtype", "activations", "prefix_caching", "max_model_len"),
+)
+_OF_MODEL = (
+    *("model", "method", "num_speculative_tokens", "adaptive", "dtype", "quantization"),
+    *_OF_ENGINE,
+)
+
+
+def options_of_engine(args: argparse.Namespace) -> dict[str, object]:
+    """Fields of `EngineConfig` that a command line has a value for."""
+    return given(args, *_OF_ENGINE)
+
+
 def _add_model_options(add: Callable) -> None:
-    add(
-        "--model", metavar="DIR",
-        help="Hugging Face folder, hub id (owner/name) or GGUF file of the target (default: embedded)",
-    )  # fmt: skip
     add(
         "--drafter", metavar="DIR", action="append", default=[],
         help="folder or hub id of the head, or module:Class of a drafter of your own; with --compare it may be given once for each method",
     )  # fmt: skip
-    add(
-        "--method", choices=("none", "eagle3", "peagle"),
-        help="default: what the head was made for; peagle for the embedded model",
-    )  # fmt: skip
-    add(
-        "--num-speculative-tokens", "-K", type=whole, default=7, metavar="K",
-        help="draft tokens per round (default: 7)",
-    )  # fmt: skip
-    add(
-        "--adaptive",
-        type=_checked(lambda text: check_choice("adaptive", text, ADAPTIVE)),
-        metavar="{" + ",".join(ADAPTIVE) + "}",
-        help="load: choose the drafts of each round by load and acceptance, at most K; off: K is "
-        "fixed (default: load with --concurrency above 1, but off with --compare)",
-    )
-    add(
-        "--selector", action=argparse.BooleanOptionalAction, default=True,
-        help="let the head's selector choose the drafts, where the head has one (default)",
-    )  # fmt: skip
-    add(
-        "--draft-sampling", choices=("argmax", "sample"), default="argmax",
-        help="above temperature 0: draft the head's likeliest tokens, or draw them (default: argmax)",
-    )  # fmt: skip
-    add(
-        "--verify-method", choices=("token", "block"), default="token",
-        help="accept sampled drafts one by one, or in a block: never fewer (default: token)",
-    )  # fmt: skip
-    add(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
-        help="auto: bfloat16 on GPUs and TPUs, float32 on CPUs",
-    )  # fmt: skip
-    add(
-        "--tensor-parallel", type=positive, default=1, metavar="N",
-        help="devices that share the model and run every round together (default: 1)",
-    )  # fmt: skip
-    add(
-        "--gather", choices=("auto", "library", "peers"), default="auto",
-        help="how they exchange small arrays: by kernels that store into the memory of their peers, or by the library's "
-        "collectives; auto: peers on Hopper GPUs linked by NVLink (default: auto)",
-    )  # fmt: skip
-    add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="default: as --dtype")
-    add(
-        "--activations",
-        type=_checked(lambda text: check_choice("activations", text, ACTIVATIONS)),
-        metavar="{bf16,fp8}",
-        default="bf16",
-        help="how products with fp8 weights read activations; fp8 quantises them",
-    )
-    add(
-        "--quantization", choices=("fp8",),
-        help="quantise an unquantised target while it is read (128x128 blocks)",
-    )  # fmt: skip
+    add_options(add, ModelOptions, *_OF_MODEL)
     add(
         "--taps", type=_layer_ids, metavar="I,J,K",
         help="layers whose inputs the head reads, where its config.json says otherwise",
     )  # fmt: skip
-    add(
-        "--prefix-caching", action=argparse.BooleanOptionalAction, default=True,
-        help="prefill once what several prompts begin with (default; --compare never does)",
-    )  # fmt: skip
     add("--concurrency", type=int, default=1, metavar="N", help="prompts decoded at once")
-    add("--max-model-len", type=int, default=2048, metavar="N", help="prompt and output tokens")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -211,14 +198,8 @@ def parser() -> argparse.ArgumentParser:
 
     group = command_line.add_argument_group("sampling")
     add = group.add_argument
-    add("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: 256)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    add("--top-p", type=float, default=1.0, metavar="P")
-    add("--top-k", type=int, default=0, metavar="N")
-    add("--min-p", type=float, default=0.0, metavar="P")
+    add_options(add, SamplingParams, *SAMPLED)
     add("--seed", type=int, default=0, metavar="N", help="prompt i samples with seed N+i")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
-    add_controls(add)
     add_constraints(command_line.add_argument_group("structured output").add_argument)
 
     _add_output(command_line.add_argument_group("output").add_argument)
@@ -233,9 +214,6 @@ def _add_output(add: Callable) -> None:
         help="mark accepted drafts, refused ones, and the target's own tokens: by colour and style in a "
         "terminal (NO_COLOR: by style), else by characters",
     )  # fmt: skip
-    add(
-        "--logprobs", type=int, metavar="N",
-        help="with --json: log-probability of each token and of the N likeliest",
-    )  # fmt: skip
+    add_options(add, SamplingParams, "logprobs")
     add("--verbose", "-v", action="store_true", help="log what runs where and how long it takes")
     add("--no-cache", action="store_true", help="do not keep compiled programs on disk")

@@ -10,7 +10,9 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pickle import PicklingError
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -40,7 +42,7 @@ from peagle_jax.engine.host.request import Request
 from peagle_jax.engine.host.round_times import RoundTimes
 from peagle_jax.engine.host.rules import banned_ids, check_request_of_model
 from peagle_jax.engine.host.scheduler import Scheduler, Update
-from peagle_jax.engine.structured.grammar import Grammars, Matcher
+from peagle_jax.extras import check_installed
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.drafter import Drafter, make_drafter
 from peagle_jax.method.own_drafters import own_config
@@ -51,6 +53,9 @@ from peagle_jax.parallel import replicas
 from peagle_jax.parallel.shares import check_shares
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text.tokenizer import StopChecker, Tokenizer
+
+if TYPE_CHECKING:
+    from peagle_jax.engine.structured.grammar import Grammars, Matcher
 
 _log = logging.getLogger(__name__)
 
@@ -145,10 +150,7 @@ class Engine:
             weights_bytes=_num_bytes((target, drafter if head is None else head)),
         )
         self.tokenizer = tokenizer
-        self.grammars: Grammars | None = None
         eos_ids = self.target_config.eos_ids
-        if tokenizer is not None:
-            self.grammars = Grammars(tokenizer, self.target_config.vocab_size, eos_ids)
         taps = () if self.drafter_config is None else self.drafter_config.taps
         if head is not None:
             taps = taps or self.target_config.default_taps
@@ -301,6 +303,21 @@ class Engine:
         others = 2 + self.config.prompt_logprobs + bool(self.config.saved_rings)
         return others + len(self.programs.rounds_of_any) + len(self.programs.small_prefills)
 
+    @cached_property
+    def grammars(self) -> "Grammars | None":
+        """Compiles constraints for the model's tokenizer; None without one.
+
+        Raises:
+          ConfigError: llguidance is not installed.
+        """
+        if self.tokenizer is None:
+            return None
+        check_installed("structured", "a constraint of the output")
+        from peagle_jax.engine.structured.grammar import Grammars
+
+        target = self.target_config
+        return Grammars(self.tokenizer, target.vocab_size, target.eos_ids)
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight)
@@ -313,7 +330,7 @@ class Engine:
         request_id: str | int | None = None,
         salt: Salt = (),
         priority: int = 0,
-        matcher: Matcher | None = None,
+        matcher: "Matcher | None" = None,
     ) -> Request:
         """Queues a request; `step` returns its tokens. Requests with a lower priority come first.
 

@@ -9,10 +9,11 @@ Errors name the file and the line. This module does not import jax.
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peagle_jax.config import ConfigError
+from peagle_jax.options import converted, options_of
 from peagle_jax.sampling_params import SamplingParams
 
 
@@ -45,49 +46,19 @@ def _is_list_of(kind: type, value) -> bool:
     return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
-def _is_biases(value) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return all(key.isdecimal() and _is_number(bias) for key, bias in value.items())
-
-
-_is_int = lambda value: type(value) is int
-_is_number = lambda value: type(value) in (int, float)
-_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "temperature": (_is_number, "a number"),
-    "top_p": (_is_number, "a number"),
-    "min_p": (_is_number, "a number"),
-    "stop": (lambda v: isinstance(v, str) or _is_list_of(str, v), "a string or a list of strings"),
-    "stop_ids": (lambda v: _is_list_of(int, v), "a list of token ids"),
-    **dict.fromkeys(
-        ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
-        (lambda v: isinstance(v, bool), "true or false"),
-    ),
-    "logit_bias": (lambda v: _is_biases(v), "an object of token ids and numbers"),
-    "allowed_token_ids": (lambda v: _is_list_of(int, v), "a list of token ids"),
-    "bad_words": (lambda v: _is_list_of(str, v), "a list of strings"),
-    "repetition_penalty": (_is_number, "a number"),
-    "frequency_penalty": (_is_number, "a number"),
-    "presence_penalty": (_is_number, "a number"),
-}
-"""Option -> (check of its JSON value, the expected kind); every other option is a whole number."""
-
-
 def _options(row: dict, where: str) -> dict:
-    known = {field.name for field in fields(SamplingParams)} - {"structured"}
+    known = options_of(SamplingParams)
     options = {key: value for key, value in row.items() if key != "prompt"}
-    unknown = sorted(options.keys() - known)
+    unknown = sorted(options.keys() - known.keys())
     if unknown:
         raise ConfigError(
             f"{where}: unknown option {unknown[0]!r}; known are prompt, {', '.join(sorted(known))}"
         )
     for key, value in options.items():
-        fits, what = _CHECKS.get(key, (_is_int, "a whole number"))
-        if not fits(value):
-            raise ConfigError(f"{where}: {key}={value!r} must be {what}")
-    if "logit_bias" in options:
-        biases = options["logit_bias"].items()
-        options["logit_bias"] = {int(token): bias for token, bias in biases}
+        try:
+            options[key] = converted(known[key], value, texts_are_numbers=False)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {key}={error}") from None
     return options
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from serving.client.command import main
+from serving.client import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
+from google.protobuf.message import Message
 
-from serving.client.answer import add, as_call, as_json, fields, statistics
-from serving.client.options import ClientError, check, parser
+from serving.client.options import SAMPLED, ClientError, check, parser, sampling
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
+from serving.sampling_messages import GENERATE
 
 _EXITS = {
     grpc.StatusCode.CANCELLED: 130,
@@ -146,7 +147,6 @@ def _request(
     args: argparse.Namespace, *, text: str | None = None, chat: Sequence[dict] = ()
 ) -> pb.GenerateRequest:
     request = pb.GenerateRequest()
-    sampling, stopping = request.sampling, request.stopping
     try:
         request.request_id = args.request_id
         if text is None:
@@ -160,26 +160,9 @@ def _request(
         request.n, request.priority = args.n, args.priority
         if args.cache_salt is not None:
             request.cache_salt = args.cache_salt
-        sampling.temperature, sampling.min_p = args.temperature, args.min_p
-        sampling.top_k, sampling.top_p = args.top_k, args.top_p
-        if args.seed is not None:
-            sampling.seed = args.seed
-        stopping.max_tokens, stopping.ignore_eos = args.max_tokens, args.ignore_eos
-        stopping.stop.extend(args.stop)
-        sampling.repetition_penalty = args.repetition_penalty
-        sampling.frequency_penalty = args.frequency_penalty
-        sampling.presence_penalty = args.presence_penalty
-        sampling.bad_words.extend(args.bad_word)
-        if args.allowed_token:  # an empty list would allow no token
-            sampling.allowed_token_ids.ids.extend(args.allowed_token)
-        sampling.logit_bias.update(args.logit_bias)
-        stopping.min_tokens = args.min_tokens
-        if args.logprobs is not None:
-            request.output.logprobs = args.logprobs
-        if args.prompt_logprobs is not None:
-            request.output.prompt_logprobs = args.prompt_logprobs
-        if args.num_speculative_tokens is not None:
-            request.speculation.num_speculative_tokens = args.num_speculative_tokens
+        params = sampling(args)
+        values = {name: getattr(params, name) for name in SAMPLED}
+        GENERATE.write(request, {name: one for name, one in values.items() if one is not None})
         _constrain(request.structured, args)
     except ValueError as error:  # protobuf cannot represent it: half of a surrogate pair
         raise ClientError(f"cannot be sent: {error}") from error
@@ -343,3 +326,93 @@ def _write(text: str) -> None:
 def _write_err(text: str, end: str = "\n") -> None:
     sys.stderr.write(text + end)
     sys.stderr.flush()
+
+
+def add(whole: pb.GenerateResponse, delta: pb.GenerateDelta) -> None:
+    """Appends a delta to its sequence in `whole`, which has all sequences of the request."""
+    sequence = whole.sequences[delta.index]
+    sequence.text += delta.text
+    sequence.reasoning += delta.reasoning
+    sequence.tool_calls.extend(delta.tool_calls)
+    sequence.token_ids.extend(delta.token_ids)
+    sequence.logprobs.extend(delta.logprobs)
+    sequence.prompt_logprobs.extend(delta.prompt_logprobs)
+    if delta.HasField("finish"):
+        sequence.finish.CopyFrom(delta.finish)
+    if delta.HasField("usage"):
+        whole.usage.CopyFrom(delta.usage)
+
+
+def statistics(whole: pb.GenerateResponse) -> str:
+    """A line about speed and, if there were drafts, a line about their acceptance."""
+    usage, counts = whole.usage, whole.usage.acceptance
+    speed = usage.completion_tokens / usage.duration if usage.duration else 0.0
+    reasons = ", ".join(_reason(sequence.finish) for sequence in whole.sequences)
+    lines = [
+        f"{speed:.1f} tokens/s ({usage.completion_tokens} tokens in {usage.duration:.2f} s), "
+        f"time to first token {usage.time_to_first_token:.3f} s; ended by {reasons}"
+    ]
+    if counts.drafted:
+        pairs = zip(counts.accepted_per_position, counts.drafted_per_position, strict=True)
+        rates = " ".join(f"{n / drafted if drafted else 0:.2f}" for n, drafted in pairs)
+        lines.append(
+            f"acceptance length {counts.acceptance_length:.2f} over {counts.rounds} rounds; "
+            f"accepted at position 1, 2, ...: {rates}"
+        )
+    return "\n".join(lines)
+
+
+def as_json(whole: pb.GenerateResponse) -> dict:
+    """All of the answer as a JSON object."""
+    usage = fields(whole.usage)
+    return {
+        "request_id": whole.request_id,
+        "sequences": [_sequence(sequence) for sequence in whole.sequences],
+        "usage": usage | usage.pop("acceptance"),
+    }
+
+
+def fields(message: Message) -> dict:
+    """All fields of a message, including those that are zero."""
+    content = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.is_repeated:
+            content[field.name] = list(value)
+        else:
+            content[field.name] = fields(value) if isinstance(value, Message) else value
+    return content
+
+
+def as_call(call: pb.ToolCall) -> dict:
+    """A call as a JSON object."""
+    return {"id": call.id, "name": call.name, "arguments": json.loads(call.arguments_json)}
+
+
+def _sequence(sequence: pb.Sequence) -> dict:
+    stopped_by = sequence.finish.WhichOneof("stopped_by")
+    content = {
+        "text": sequence.text,
+        "token_ids": list(sequence.token_ids),
+        "finish_reason": _reason(sequence.finish),
+        "stopped_by": getattr(sequence.finish, stopped_by) if stopped_by else None,
+    }
+    if sequence.tool_calls:
+        content["tool_calls"] = [as_call(call) for call in sequence.tool_calls]
+    if sequence.reasoning:
+        content["reasoning"] = sequence.reasoning
+    if sequence.logprobs:
+        content["logprobs"] = [_scores(token) for token in sequence.logprobs]
+    if sequence.prompt_logprobs:  # the first token has none
+        scores = [_scores(token) | {"rank": token.rank} for token in sequence.prompt_logprobs]
+        content["prompt_logprobs"] = [None, *scores]
+    return content
+
+
+def _scores(token: pb.TokenLogprob | pb.PromptLogprob) -> dict:
+    alternatives = [[other.token_id, other.logprob] for other in token.alternatives]
+    return {"logprob": token.logprob, "alternatives": alternatives}
+
+
+def _reason(finish: pb.Finish) -> str:
+    return pb.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()

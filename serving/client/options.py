@@ -3,7 +3,10 @@
 import argparse
 from collections.abc import Callable
 
-from peagle_jax.cli.command_line import Parser, add_constraints, add_controls, named_value, whole
+from peagle_jax.cli.command_line import Parser, add_constraints, add_options, given, named_value
+from peagle_jax.errors import ConfigError
+from peagle_jax.options import options_of
+from peagle_jax.sampling_params import SamplingParams
 
 _EPILOG = """\
 The text streams to stdout. Statistics go to stderr: tokens per second, the acceptance length (AL, tokens per
@@ -17,16 +20,9 @@ round) and the share of rounds in which each drafted position was accepted.
 exit codes: 0 success, 1 the server failed, 2 bad input, 3 no server or a busy one (try again),
   4 timeout, 130 interrupted"""
 
-_UINT32 = 2**32 - 1
-_RANGES = {
-    "priority": (-(2**31), 2**31 - 1),
-    "seed": (0, 2**63 - 1),
-    "max_tokens": (1, _UINT32),
-    "n": (1, _UINT32),
-    **dict.fromkeys(("top_k", "min_tokens", "logprobs", "prompt_logprobs"), (0, _UINT32)),
-    **dict.fromkeys(("num_speculative_tokens", "allowed_token"), (0, _UINT32)),
-}
-"""Least and largest values that a message can hold. The server has limits of its own."""
+_OF_SERVER = ("include_stop_str_in_output", "skip_special_tokens")
+SAMPLED = tuple(name for name in options_of(SamplingParams) if name not in _OF_SERVER)
+"""Options of `SamplingParams`, which checks their values as the server does."""
 
 
 class ClientError(Exception):
@@ -104,38 +100,12 @@ def _add_server(add: Callable) -> None:
 
 
 def _add_sampling(add: Callable) -> None:
-    add("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: 256)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    add("--top-p", type=float, default=1.0, metavar="P")
-    add("--top-k", type=int, default=0, metavar="N")
-    add("--min-p", type=float, default=0.0, metavar="P")
-    add("--seed", type=int, metavar="N", help="makes sampling repeatable")
     add("--n", type=int, default=1, metavar="N", help="sequences; above 1 set a temperature")
-    add("--stop", action="append", default=[], metavar="TEXT", help="stop before TEXT; repeatable")
-    add_controls(add)
-    add(
-        "--allowed-token", type=whole, action="append", default=[], metavar="ID",
-        help="generate only tokens with these ids; repeatable",
-    )  # fmt: skip
-    add("--ignore-eos", action="store_true", help="continue after the model's end-of-text token")
-    add(
-        "--logprobs",
-        type=int,
-        metavar="N",
-        help="with --json: log-probabilities of each token and of the N most likely ones",
-    )
-    add(
-        "--prompt-logprobs", type=whole, metavar="N",
-        help="with --json: the same of each token of the prompt; the server needs --prompt-logprobs",
-    )  # fmt: skip
-    add(
-        "--num-speculative-tokens", "-K", type=whole, metavar="K",
-        help="drafts per round; 0 decodes without drafts (default: the server's own)",
-    )  # fmt: skip
+    add_options(add, SamplingParams, *SAMPLED)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Checks combinations of options and ranges of values, which argparse does not check.
+    """Checks combinations of options, and values, which argparse does not check.
 
     Raises:
       ClientError: options that contradict each other, or a value out of range.
@@ -156,22 +126,24 @@ def check(args: argparse.Namespace) -> None:
         (args.prompt_logprobs is not None and not args.json, "--prompt-logprobs needs --json"),
         ((args.tls_cert is None) != (args.tls_key is None), "--tls-cert and --tls-key belong together"),
         (args.tls_cert and not (args.tls or args.tls_ca), "--tls-cert needs --tls or --tls-ca"),
+        (args.n < 1, "--n must be at least 1"),
         (args.timeout is not None and not args.timeout > 0, "--timeout must be above 0"),
         (sum(one is not None for one in constraints) > 1, "a text has one constraint: give one of --json-object, --json-schema, --regex, --choice and --grammar"),
-        (not 0 < args.top_p <= 1, "--top-p must lie above 0 and not above 1"),
-        (
-            not 0.01 <= args.repetition_penalty <= 100,
-            "--repetition-penalty must be between 0.01 and 100",
-        ),
     )  # fmt: skip
     for broken, rule in rules:
         if broken:
             raise ClientError(rule)
-    for name, (least, most) in _RANGES.items():
-        given = getattr(args, name)
-        values = given if isinstance(given, list) else [given]
-        if any(value is not None and not least <= value <= most for value in values):
-            option = f"--{name.replace('_', '-')}"
-            raise ClientError(f"{option} must be between {least} and {most}")
-    if any(not 0 <= token <= _UINT32 for token, _ in args.logit_bias):
-        raise ClientError(f"--logit-bias: a token id must be between 0 and {_UINT32}")
+    sampling(args)
+
+
+def sampling(args: argparse.Namespace) -> SamplingParams:
+    """The sampling parameters.
+
+    Raises:
+      ClientError: a value out of range.
+    """
+    try:
+        return SamplingParams(**given(args, *SAMPLED))
+    except ConfigError as error:
+        flag = options_of(SamplingParams)[error.field].flag
+        raise ClientError(f"--{flag}: {error.rule}") from error

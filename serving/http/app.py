@@ -1,5 +1,6 @@
 """All routes as one ASGI application, with checks of tokens and hosts before them."""
 
+import ipaddress
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
@@ -19,10 +20,8 @@ from serving.frontend import Frontend, State
 from serving.http.chat import Chat
 from serving.http.completions import Completions
 from serving.http.connection import RESERVED
-from serving.http.dialect import dialect_of
-from serving.http.errors import answer, error_answer, no_such_model
+from serving.http.errors import answer, dialect_of, error_answer, no_such_model
 from serving.http.generation import Generation, Reader
-from serving.http.hosts import is_allowed, name_of
 from serving.http.messages import CountTokens, Messages
 from serving.http.openapi import documentation_routes
 from serving.http.page import page_routes
@@ -179,7 +178,7 @@ class _Pages:
 
     async def metrics(self, request: Request) -> Response:
         return Response(
-            await self._frontend.metrics_text(), headers={"content-type": CONTENT_TYPE_LATEST}
+            self._frontend.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST}
         )
 
     async def version(self, request: Request) -> Response:
@@ -234,3 +233,28 @@ async def _no_such_page(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
     content = dialect_of(request.url.path).no_route(error.status_code, message)
     return answer(content, error.status_code, error.headers)
+
+
+def name_of(host: bytes) -> str:
+    """The name in a Host header, without port, brackets and trailing dot."""
+    text = host.decode("latin-1").strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0].removesuffix(".")
+
+
+def is_allowed(host: bytes, allowed: Collection[str]) -> bool:
+    """Whether the Host header names this machine itself, or one of `allowed` ("*" allows all).
+
+    The owner of a web page can let its name resolve to 127.0.0.1, so that the page reads answers of a server there
+    (DNS rebinding). The browser still sends the page's name as Host, so a server without tokens refuses it.
+    """
+    name = name_of(host)
+    if "*" in allowed or name == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return name in {one.lower() for one in allowed}
+    spelled = {one.lower().strip("[]") for one in allowed}
+    return address.is_loopback or str(address) in spelled or name in spelled

@@ -1,11 +1,17 @@
-"""A reply as a list of blocks: reasoning, text and calls in the order in which the model writes them."""
+"""A reply as a list of blocks: reasoning, text and calls in the order in which the model writes them; and the routes
+whose answers are such lists, as adapters over chats."""
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
+from serving.frontend import Frontend
+from serving.http.chat import Chat, Conversation
+from serving.http.fields import Fields
+from serving.http.route import Call, Caller, Encode, Route
 from serving.replies.parts import Kind, ToolCall
-from serving.stream import Delta
+from serving.stream import Delta, Finish, Stream
 
 
 @dataclass
@@ -84,3 +90,62 @@ class Blocks:
     def _new(self, kind: Kind, call: ToolCall | None = None) -> Block:
         self.all.append(Block(len(self.all), kind, call))
         return self.all[-1]
+
+
+class BlockAnswer(ABC):
+    """See `Answer`; the base of answers that are lists of blocks."""
+
+    n = 1
+
+    def __init__(self, *, is_stream: bool, is_parallel: bool):
+        self.is_stream, self._blocks = is_stream, Blocks(is_parallel=is_parallel)
+        self._finish: Finish | None = None
+
+    def whole(self, deltas: Mapping[int, Delta], streams: Sequence[Stream]) -> dict:
+        for _ in self._changes(deltas[0]):
+            pass
+        return self._whole(streams)
+
+    @abstractmethod
+    def _whole(self, streams: Sequence[Stream]) -> dict:
+        """The content of the answer with all blocks."""
+
+    def _changes(self, delta: Delta) -> Iterator[Change]:
+        yield from self._blocks.add(delta)
+        if delta.finish is not None:
+            self._finish = delta.finish
+            yield from self._blocks.finish()
+
+
+class Adapter[F: Fields](Route[F]):
+    """See `Route`: one whose requests are chats in another form (`as_chat` of its fields).
+
+    Attributes:
+      names: see `Chat.converted`.
+    """
+
+    names: ClassVar[Mapping[str, str]]
+
+    def __init__(self, frontend: Frontend):
+        super().__init__(frontend)
+        self._chat = Chat(frontend)
+
+    def _prepare(self, fields: F, caller: Caller) -> Encode:
+        content = fields.as_chat()
+        talk = self._chat.converted(content, caller, method=self.path, names=self.names)
+        answer = self._answer(fields, caller, talk)
+
+        async def encode() -> Call | dict:
+            ask = await talk.encode()
+            if answer is None:
+                return self._counted(len(ask.prompt))
+            return Call(asks=[ask], answer=answer)
+
+        return encode
+
+    def _answer(self, fields: F, caller: Caller, talk: Conversation) -> BlockAnswer | None:
+        """The answer to be formed; None: the number of tokens."""
+
+    def _counted(self, num_tokens: int) -> dict:
+        """The answer with the number of tokens of the prompt."""
+        raise NotImplementedError

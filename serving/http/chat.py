@@ -3,18 +3,19 @@
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationInfo, WrapValidator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WrapValidator
 
 from peagle_jax.text.tokenizer import Ending
-from serving.errors import invalid
+from serving.errors import ServiceError, invalid
 from serving.frontend import Frontend
-from serving.http.dialect import OPENAI
-from serving.http.fields import Fields, Reading, ignored, refused
-from serving.http.openai_answer import OpenAiAnswer, TextField
+from serving.http.errors import OPENAI
+from serving.http.fields import Fields, Reading, ignored, listed, refused
+from serving.http.openai_answer import ChoiceReports, OpenAiAnswer, TextField
 from serving.http.options import LABEL, Options, SharedFields, read_options, read_params
-from serving.http.reports import Rounds, chat_logprobs
+from serving.http.reports import chat_logprobs
 from serving.http.route import Call, Caller, Encode, Route
 from serving.http.tools import MessageCall, ToolFields
 from serving.stream import Ask, Delta
@@ -25,21 +26,6 @@ _OF_OTHERS = "the text and reasoning_content have what the model reads"
 VERBOSITY = "models have no such control"
 _REASONING = "answers have the reasoning, if the model marks it"
 _VARIABLE = "send chat_template_kwargs"
-
-
-def check_length(value: object, info: ValidationInfo) -> object:
-    """Refuses a list that is too long before pydantic validates its items."""
-    most = info.context.limits.max_messages
-    if isinstance(value, list) and len(value) > most:
-        raise ValueError(f"{len(value)} are more than the {most} that this server takes")
-    return value
-
-
-def check_messages(value: object) -> object:
-    """Refuses a conversation without a message."""
-    if value == []:
-        raise ValueError("must not be empty")
-    return value
 
 
 def _check_type(value: object) -> object:
@@ -86,16 +72,13 @@ class Message(Fields):
     role: str
     refusal: str | None = None
     content: Annotated[
-        list[Part],
-        FailFast(),
-        BeforeValidator(check_length),
-        WrapValidator(_text, json_schema_input_type=str | list[Part]),
+        listed(Part), WrapValidator(_text, json_schema_input_type=str | list[Part])
     ] = Field(None, validate_default=True)
     # Templates may use these.
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: Annotated[list[MessageCall], FailFast(), BeforeValidator(check_length)] = ()
+    tool_calls: listed(MessageCall) = ()
     tool_call_id: str | None = None
     # Clients send received answers back unchanged, also those of other servers.
     id: ignored(LABEL) = None
@@ -153,9 +136,7 @@ class TemplateFields(ToolFields):
 class ChatFields(SharedFields, TemplateFields):
     """Fields of a request."""
 
-    messages: Annotated[
-        list[Message], FailFast(), BeforeValidator(check_length), BeforeValidator(check_messages)
-    ]
+    messages: listed(Message, is_needed=True)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -196,6 +177,8 @@ class Conversation:
 
 
 class Chat(Route[ChatFields]):
+    """A conversation, as OpenAI's API has it."""
+
     path = "/v1/chat/completions"
     dialect = OPENAI
     fields = ChatFields
@@ -219,24 +202,25 @@ class Chat(Route[ChatFields]):
         return encode
 
     def converted(
-        self,
-        content: dict[str, object],
-        caller: Caller,
-        *,
-        method: str,
-        names: Mapping[str, str] | None = None,
+        self, content: dict[str, object], caller: Caller, *, method: str, names: Mapping[str, str]
     ) -> Conversation:
         """The conversation of another route's request, in the form of this route's requests.
 
         Args:
           method: the path that the client called.
-          names: that route's names of our parameters, where they differ from this one's.
+          names: that route's names of this one's fields, where they differ. One that ends in * stands for all that
+            it begins.
 
         Raises:
           ServiceError: see `Route.read`.
         """
-        fields = ChatFields.read(content, Reading(self._frontend.limits))
-        return self._conversation(fields, caller, method=method, names=names)
+        try:
+            fields = ChatFields.read(content, Reading(self._frontend.limits))
+            return self._conversation(fields, caller, method=method, names=names)
+        except ServiceError as error:
+            if error.field is None:
+                raise
+            raise error.of_field(renamed(error.field, names)) from None
 
     def _conversation(
         self,
@@ -244,7 +228,7 @@ class Chat(Route[ChatFields]):
         caller: Caller,
         *,
         method: str,
-        names: Mapping[str, str] | None = None,
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> Conversation:
         frontend, options = self._frontend, read_options(fields)
         max_tokens, name = _max_tokens(fields)
@@ -253,7 +237,6 @@ class Chat(Route[ChatFields]):
             "logprobs": "top_logprobs",
             "max_tokens": name,
             "prompt": "messages",
-            **(names or {}),
         }
         params = read_params(
             fields,
@@ -291,19 +274,29 @@ class Chat(Route[ChatFields]):
             protocol="http",
             method=method,
             trace=caller.trace,
-            spelling=spelling,
+            spelling={key: renamed(field, names) for key, field in spelling.items()},
         )
 
         ending = fields.ending
 
         async def encode() -> Ask:
-            field = spelling["prompt"]
+            field = ask.spelling["prompt"]
             prompt = await frontend.chat(
                 messages, variables, tools=tools, field=field, ending=ending
             )
             return replace(ask, prompt=prompt)
 
         return Conversation(encode, options, is_parallel=fields.parallel_tool_calls)
+
+
+def renamed(field: str, names: Mapping[str, str]) -> str:
+    """The name of a chat's field on a route with `names`, see `Chat.converted`."""
+    for ours, theirs in names.items():
+        if ours.endswith("*") and field.startswith(ours[:-1]):
+            return theirs
+        if field == ours or field.startswith(f"{ours}."):
+            return theirs + field[len(ours) :]
+    return field
 
 
 def _with_thinking(message: dict[str, object]) -> dict[str, object]:
@@ -333,10 +326,10 @@ class _Choices:
     def __init__(
         self, frontend: Frontend, options: Options, prompt: list[int], *, is_parallel: bool
     ):
-        self._tokenizer, self._options, self._prompt = frontend.tokenizer, options, prompt
+        self._tokenizer, self._prompt = frontend.tokenizer, prompt
+        self._reports = ChoiceReports(options, frontend.tokenizer)
         self._has_reasoning = frontend.replies.has_reasoning
         self._max_calls = None if is_parallel else 1
-        self._rounds = Rounds(frontend.tokenizer)
         self._started: set[int] = set()
         self._num_calls: Counter[int] = Counter()
 
@@ -403,11 +396,6 @@ class _Choices:
             "finish_reason": reason,
             "stop_reason": finish and finish.stop_reason,
         }
-        if self._options.with_rounds:
-            choice["rounds"] = self._rounds.of(index, delta)
-        if self._options.with_ids:
-            choice["token_ids"] = delta.tokens
-            if index not in self._started:
-                choice["prompt_token_ids"] = self._prompt
+        prompt = None if index in self._started else self._prompt
         self._started.add(index)
-        return choice
+        return choice | self._reports.of(index, delta, prompt)

@@ -9,11 +9,11 @@ from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text.tokenizer import Tokenizer
 from serving.errors import invalid
 from serving.frontend import Frontend
-from serving.http.dialect import OPENAI
+from serving.http.errors import OPENAI
 from serving.http.fields import described, refused
-from serving.http.openai_answer import OpenAiAnswer, TextField
+from serving.http.openai_answer import ChoiceReports, OpenAiAnswer, TextField
 from serving.http.options import Options, SharedFields, read_options, read_params
-from serving.http.reports import CompletionLogprobs, Rounds, prompt_logprobs
+from serving.http.reports import CompletionLogprobs, prompt_logprobs
 from serving.http.route import Call, Caller, Encode, Route, one_ask_each
 from serving.stream import Ask, Delta
 
@@ -43,6 +43,8 @@ class CompletionFields(SharedFields):
 
 
 class Completions(Route[CompletionFields]):
+    """Plain text, or several, as OpenAI's API has it."""
+
     path = "/v1/completions"
     dialect = OPENAI
     fields = CompletionFields
@@ -189,7 +191,7 @@ class _Choices:
         self._shown = frontend.replies.shown(params)
         self._echo, self._echoed = echo, echoed
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        self._rounds = Rounds(frontend.tokenizer)
+        self._reports = ChoiceReports(options, frontend.tokenizer)
 
     def part(self, index: int, delta: Delta) -> dict:
         is_first, place = index not in self._logprobs, index // self._options.n
@@ -210,13 +212,7 @@ class _Choices:
         if delta.prompt_logprobs is not None and self._echo.num_prompt_top is not None:
             given = (self._prompts[place], delta.prompt_logprobs, self._echo.num_prompt_top)
             choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, *given)
-        if self._options.with_rounds:
-            choice["rounds"] = self._rounds.of(index, delta)
-        if self._options.with_ids:
-            choice["token_ids"] = delta.tokens
-            if is_first:
-                choice["prompt_token_ids"] = self._prompts[place]
-        return choice
+        return choice | self._reports.of(index, delta, self._prompts[place] if is_first else None)
 
     def only_text(self, index: int, delta: Delta) -> TextField | None:
         has_more = delta.finish or delta.logprobs is not None or delta.prompt_logprobs is not None

@@ -5,6 +5,7 @@ connection for any time.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,8 +17,69 @@ from uvicorn.server import ServerState
 
 from serving.http.errors import content_of, dump
 from serving.http.gate import Gate, Slot
-from serving.http.head import find_fault
-from serving.http.linger import LingeringTransport
+
+_MOST_DISCARDED = 64 << 20  # most bytes that are discarded
+
+
+class LingeringTransport:
+    """A transport whose `close` waits until the client has sent its request.
+
+    If a socket is closed while bytes of the client are unread, the kernel resets the connection, and the client may lose
+    an answer that it has not read. So the sending side is shut down first, bytes that still arrive are discarded, and
+    then the socket is closed (RFC 9112, section 9.6).
+
+    All other attributes are those of the wrapped transport.
+
+    Args:
+      transport: transport of the connection.
+      is_client_sending: whether the client may still send bytes of its request; called by `close`.
+      seconds: longest time from `close` to the end.
+
+    Attributes:
+      is_lingering: whether the last answer is sent, and received bytes are discarded.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, is_client_sending: Callable[[], bool], *, seconds: float
+    ):
+        self._transport, self._is_client_sending = transport, is_client_sending
+        self._seconds = seconds
+        self._left = _MOST_DISCARDED
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_lingering = False
+
+    def __getattr__(self, name: str):
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Whether `close` was called, or the connection is lost."""
+        return self.is_lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Sends buffered bytes, then closes: at once if the client is not sending."""
+        if self.is_closing():
+            return
+        if not self._is_client_sending():
+            self._transport.close()
+            return
+        self.is_lingering = True
+        if self._transport.can_write_eof():  # TLS cannot close one direction alone
+            self._transport.write_eof()
+        self._transport.resume_reading()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._seconds, self._transport.close)
+
+    def discard(self, num_bytes: int) -> None:
+        """Counts discarded bytes; too many close the connection."""
+        self._left -= num_bytes
+        if self._left < 0:
+            self._transport.close()
+
+    def lost(self) -> None:
+        """Cancels the timer after the connection has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+
 
 RESERVED = "is_reserved"
 """Key in the state of the ASGI scope: whether this connection is for health checks only."""
@@ -218,3 +280,32 @@ class Connection(H11Protocol):
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
+
+
+def find_fault(head: bytes) -> str | None:
+    """The first fault of a head that the HTTP parser accepts and RFC 9112 forbids; None if it has none.
+
+    A proxy may interpret such a head differently, for example as two requests (request smuggling). The server refuses
+    it and closes the connection.
+
+    Args:
+      head: bytes from the request line on. The head may be incomplete, or followed by other bytes.
+    """
+    end = head.find(b"\r\n\r\n")
+    lines = (head if end < 0 else head[:end]).split(b"\n")
+    for line in lines[:-1]:
+        if not line.endswith(b"\r"):
+            return "a line of the head ends without a carriage return"
+    # The last line may be incomplete: it may end between \r and \n.
+    for line in lines:
+        if b"\r" in line.removesuffix(b"\r"):
+            return "a line of the head has a carriage return inside"
+    if any(line[:1] in (b" ", b"\t") for line in lines[1:]):
+        return "a header goes on in a second line"
+    names = {line.partition(b":")[0].strip().lower() for line in lines[1:]}
+    if b"transfer-encoding" in names:
+        if b"content-length" in names:
+            return "Content-Length and Transfer-Encoding exclude each other"
+        if lines[0].rstrip(b"\r").endswith(b"HTTP/1.0"):
+            return "HTTP/1.0 has no Transfer-Encoding"
+    return None

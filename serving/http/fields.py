@@ -1,7 +1,7 @@
 """Base of the pydantic models of request bodies, which declare every field of the APIs; refusals in this server's
 own words.
 
-A field is honoured unless its type is `ignored` or `refused`. `field_table` writes docs/fields.md from this.
+A field is honoured unless its type is `ignored` or `refused`.
 """
 
 import itertools
@@ -274,3 +274,33 @@ Texts = Annotated[
     BeforeValidator(_listed, json_schema_input_type=str | list[str]),
     described("must be a string or a list of strings"),
 ]
+
+
+def listed(
+    item: type[Fields],
+    text_as: Callable[[str], object] | None = None,
+    *,
+    most: str = "max_messages",
+    is_needed: bool = False,
+) -> Any:
+    """Type of a list of objects.
+
+    Args:
+      text_as: the object that a text in place of the list stands for; None: a text is refused.
+      most: the limit of its length, a field of `Limits`. A longer list is refused before its items are read.
+      is_needed: whether an empty list is refused.
+    """
+
+    def check(value: object, info: ValidationInfo) -> object:
+        limit = getattr(info.context.limits, most)
+        if isinstance(value, list) and len(value) > limit:
+            raise ValueError(f"{len(value)} are more than the {limit} that this server takes")
+        if is_needed and value == []:
+            raise ValueError("must not be empty")
+        return value
+
+    checks = [BeforeValidator(check)]
+    if text_as is not None:
+        as_list = lambda value: [text_as(value)] if isinstance(value, str) else value
+        checks.append(BeforeValidator(as_list, json_schema_input_type=str | list[item]))
+    return Annotated[list[item], FailFast(), *checks]

@@ -2,69 +2,56 @@
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 from serving.errors import Code, ServiceError
-from serving.frontend import Frontend
-from serving.http.blocks import Block, Blocks, Change
-from serving.http.chat import Chat
-from serving.http.dialect import ANTHROPIC
+from serving.http.blocks import Adapter, Block, BlockAnswer, Change
+from serving.http.chat import Conversation
+from serving.http.errors import ANTHROPIC
 from serving.http.messages_fields import MessagesFields, PromptFields
-from serving.http.route import Call, Caller, Encode, Route
-from serving.http.structured import format_names
-from serving.stream import Delta, Finish, Stream
+from serving.http.route import Caller
+from serving.stream import Delta, Stream
 
-_SPELLING = {"stop": "stop_sequences", **format_names("output_config.format")}
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "messages*": "messages",
+    "tools*": "tools",
+}
 _REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
-class Messages(Route[MessagesFields]):
+class Messages(Adapter[MessagesFields]):
+    """A conversation, as Anthropic's API has it."""
+
     path = "/v1/messages"
     dialect = ANTHROPIC
     fields = MessagesFields
+    names = _NAMES
 
-    def __init__(self, frontend: Frontend):
-        super().__init__(frontend)
-        self._chat = Chat(frontend)
-
-    def _prepare(self, fields: MessagesFields, caller: Caller) -> Encode:
-        talk = self._chat.converted(fields.as_chat(), caller, method=self.path, names=_SPELLING)
-        model, is_parallel, is_stream = self._frontend.name, talk.is_parallel, fields.stream
-
-        async def encode() -> Call:
-            ask = await talk.encode()
-            blocks = Blocks(is_parallel=is_parallel)
-            answer = _Answer(f"msg_{caller.request_id}", model, blocks, is_stream=is_stream)
-            return Call(asks=[ask], answer=answer)
-
-        return encode
+    def _answer(self, fields: MessagesFields, caller: Caller, talk: Conversation) -> BlockAnswer:
+        form = dict(is_stream=fields.stream, is_parallel=talk.is_parallel)
+        return _Answer(f"msg_{caller.request_id}", self._frontend.name, **form)
 
 
-class CountTokens(Route[PromptFields]):
-    """`/v1/messages/count_tokens`: the tokens of a prompt; see `Route`."""
+class CountTokens(Adapter[PromptFields]):
+    """The number of tokens of a prompt."""
 
     path = "/v1/messages/count_tokens"
     dialect = ANTHROPIC
     fields = PromptFields
+    names = _NAMES
 
-    def __init__(self, frontend: Frontend):
-        super().__init__(frontend)
-        self._chat = Chat(frontend)
-
-    def _prepare(self, fields: PromptFields, caller: Caller) -> Encode:
-        talk = self._chat.converted(fields.as_chat(), caller, method=self.path)
-
-        async def encode() -> dict:
-            return {"input_tokens": len((await talk.encode()).prompt)}
-
-        return encode
+    def _counted(self, num_tokens: int) -> dict:
+        return {"input_tokens": num_tokens}
 
 
-class _Answer:
-    def __init__(self, answer_id: str, model: str, blocks: Blocks, *, is_stream: bool):
-        self.n, self.is_stream = 1, is_stream
-        self._id, self._model, self._blocks = answer_id, model, blocks
-        self._finish: Finish | None = None
+class _Answer(BlockAnswer):
+    def __init__(self, answer_id: str, model: str, **form: bool):
+        super().__init__(**form)
+        self._id, self._model = answer_id, model
         self._has_begun = False
 
     def part(self, index: int, delta: Delta, streams: Sequence[Stream]) -> list[dict]:
@@ -80,17 +67,9 @@ class _Answer:
         delta = {"type": "message_delta", "delta": self._stop(), "usage": _usage(streams)}
         return [delta, {"type": "message_stop"}]
 
-    def whole(self, deltas: Mapping[int, Delta], streams: Sequence[Stream]) -> dict:
-        for _ in self._changes(deltas[0]):
-            pass
+    def _whole(self, streams: Sequence[Stream]) -> dict:
         content = [_content(block, block.text) for block in self._blocks.all]
         return self._message(content, _usage(streams)) | self._stop()
-
-    def _changes(self, delta: Delta) -> Iterator[Change]:
-        yield from self._blocks.add(delta)
-        if delta.finish is not None:
-            self._finish = delta.finish
-            yield from self._blocks.finish()
 
     def _message(self, content: list[dict], usage: dict) -> dict:
         return {

@@ -3,13 +3,57 @@
 import json
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from serving.errors import invalid
-from serving.http.chat import NO_MARKS, check_length, check_messages
-from serving.http.client_tools import CLIENT_TOOLS
-from serving.http.fields import Fields, Texts, described, ignored, refused, required
+from serving.http.chat import NO_MARKS
+from serving.http.fields import Fields, Texts, described, ignored, listed, refused, required
 from serving.http.options import LABEL, ONE_TIER
+
+
+def _schema(required: str, **properties: object) -> dict[str, object]:
+    given = {
+        name: {"type": one} if isinstance(one, str) else one for name, one in properties.items()
+    }
+    return {"type": "object", "properties": given, "required": required.split()}
+
+
+def _commands(names: str, **properties: object) -> dict[str, object]:
+    return _schema("command", command={"type": "string", "enum": names.split()}, **properties)
+
+
+_RANGE = {"type": "array", "items": {"type": "integer"}}
+_EDITS = dict(
+    path="string", file_text="string", old_str="string", new_str="string", insert_line="integer",
+    insert_text="string", view_range=_RANGE,
+)  # fmt: skip
+_BASH = (
+    "Runs a command in a shell that keeps its state. restart starts the shell anew.",
+    _schema("", command="string", restart="boolean"),
+)
+_EDITOR = (
+    "Views and edits files. view shows a file, or the lines of view_range (-1 is the last), or lists a directory; create "
+    "writes file_text; str_replace replaces old_str, which must occur once, by new_str; insert puts insert_text after "
+    "the line insert_line.",
+    _commands("view create str_replace insert", **_EDITS) | {"required": ["command", "path"]},
+)
+_MEMORY = (
+    "Keeps notes in files below /memories; look there first. view shows a file, or the lines of view_range, or lists a "
+    "directory; create writes file_text; str_replace replaces old_str by new_str; insert puts insert_text after the line "
+    "insert_line; delete removes path; rename moves old_path to new_path.",
+    _commands(
+        "view create str_replace insert delete rename",
+        **_EDITS, old_path="string", new_path="string",
+    ),
+)  # fmt: skip
+CLIENT_TOOLS = {
+    "bash_20250124": _BASH,
+    "text_editor_20250429": _EDITOR,
+    "text_editor_20250728": _EDITOR,
+    "memory_20250818": _MEMORY,
+}
+"""Description and schema of the arguments, by type."""
+
 
 _KINDS = "must be text, thinking, redacted_thinking, tool_use or tool_result: this server takes no images or documents"
 _HOSTED = (
@@ -36,16 +80,11 @@ class TextBlock(Fields):
     citations: ignored(_NO_CITATIONS, []) = None
 
 
-def _as_blocks(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+def _as_block(text: str) -> object:
+    return {"type": "text", "text": text}
 
 
-TextBlocks = Annotated[
-    list[TextBlock],
-    FailFast(),
-    BeforeValidator(check_length),
-    BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock]),
-]
+TextBlocks = listed(TextBlock, _as_block)
 """Text, or a list of blocks of text."""
 
 
@@ -79,12 +118,7 @@ class Message(Fields):
         Literal["user", "assistant", "system", "ctx", "msg"],
         described("must be user, assistant or system"),
     ]
-    content: Annotated[
-        list[Block],
-        FailFast(),
-        BeforeValidator(check_length),
-        BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
-    ]
+    content: listed(Block, _as_block)
 
 
 def _check_tool_type(value: object) -> object:
@@ -171,7 +205,7 @@ class Edit(Fields):
 class ContextManagement(Fields):
     """Edits of the conversation."""
 
-    edits: Annotated[list[Edit], FailFast(), BeforeValidator(check_length)] = ()
+    edits: listed(Edit) = ()
 
     def turns_with_thinking(self) -> int | None:
         """Newest turns of the assistant that keep their reasoning; None: all."""
@@ -191,11 +225,9 @@ class PromptFields(Fields):
     """Fields of which the prompt is made."""
 
     model: str | None = None
-    messages: Annotated[
-        list[Message], FailFast(), BeforeValidator(check_length), BeforeValidator(check_messages)
-    ]
+    messages: listed(Message, is_needed=True)
     system: TextBlocks = ()
-    tools: Annotated[list[Tool], FailFast(), BeforeValidator(check_length)] = ()
+    tools: listed(Tool) = ()
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, object] | None = None

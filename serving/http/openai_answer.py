@@ -5,13 +5,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
+from peagle_jax.text.tokenizer import Tokenizer
 from serving.http import reports
+from serving.http.errors import dump
 from serving.http.options import Options
-from serving.http.template import MARK, Template
+from serving.rounds import RoundReports
 from serving.stream import Delta, Stream
 
 TextField = Literal["text", "reasoning"]
 """A field of `Delta`."""
+
+
+class ChoiceReports:
+    """What a client may ask for beside the text of a choice. One object per request."""
+
+    def __init__(self, options: Options, tokenizer: Tokenizer | None):
+        self._options, self._rounds = options, RoundReports(tokenizer)
+
+    def of(self, index: int, delta: Delta, prompt: list[int] | None) -> dict:
+        """Fields of a choice.
+
+        Args:
+          prompt: its token ids, with the first delta.
+        """
+        found = {}
+        if self._options.with_rounds:
+            found["rounds"] = reports.rounds(self._rounds.of(index, delta))
+        if self._options.with_ids:
+            found["token_ids"] = delta.tokens
+            if prompt is not None:
+                found["prompt_token_ids"] = prompt
+        return found
 
 
 class Choices(Protocol):
@@ -25,6 +49,26 @@ class Choices(Protocol):
 
     def whole(self, index: int, delta: Delta) -> dict:
         """A choice of a complete answer; `delta` is all of it."""
+
+
+MARK = "\0text\0"
+"""Stands for the text in the object that a template is made from."""
+
+
+class Template:
+    """The JSON of an object, with a gap for a text: what stands around it is encoded once.
+
+    Args:
+      content: the object, as `dump` takes it, with `MARK` as the text. Nothing behind the text comes from a client,
+        so the last mark is it.
+    """
+
+    def __init__(self, content: dict):
+        self._before, _, self._after = dump(content).rpartition(dump(MARK))
+
+    def filled(self, text: str) -> bytes:
+        """`dump` of the object with `text`."""
+        return b"".join((self._before, dump(text), self._after))
 
 
 class OpenAiAnswer:

@@ -3,15 +3,16 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, create_model
 
-from peagle_jax import SamplingParams
+from peagle_jax.options import Option, options_of
+from peagle_jax.sampling_params import SamplingParams
 from serving.errors import invalid
 from serving.http.errors import no_such_model
 from serving.http.fields import Biases, Fields, Integers, Texts, ignored, refused
 from serving.http.structured import ResponseFormat, StructuredOutputs, read_structured
 from serving.limits import Limits
-from serving.params import CONTROLS, cache_salt, sampling_params
+from serving.params import cache_salt, sampling_params, spelled
 
 LABEL = "a client's own label"
 CACHE = "the prefix cache keeps what it has room for"
@@ -21,6 +22,10 @@ _NO_BEAMS = "there is no beam search"
 _NO_PROGRAMS = "there are no processors of logits but the fields listed as honoured"
 _NO_FILTER = "filters are top_k, top_p and min_p"
 _STRUCTURED = 'send structured_outputs with "{}"'
+
+
+_OF_ROUTES = ("max_tokens", "logprobs", "prompt_logprobs")
+"""Options of `SamplingParams` that each route has in its own form."""
 
 
 def _salt(value: str) -> str:
@@ -41,8 +46,32 @@ def _check_priority(value: int) -> int:
     return value
 
 
-class SharedFields(Fields):
-    """Fields of both routes, with OpenAI's defaults."""
+_TYPES = {
+    **{"int": int, "float": float, "bool": bool},
+    **{"texts": Texts, "ints": Integers, "biases": Biases},
+}
+_SHARED = [name for name in options_of(SamplingParams) if name not in _OF_ROUTES]
+_DEFAULTS = {"temperature": 1.0}
+"""OpenAI's defaults, where they differ from those of `SamplingParams`."""
+
+
+def _sampling_field(one: Option) -> tuple[object, object]:
+    """Type and default."""
+    is_number_or_left_out = one.default is None and one.kind == "int"
+    type_ = int | None if is_number_or_left_out else _TYPES[one.kind]
+    return type_, _DEFAULTS.get(one.name, one.default)
+
+
+SamplingFields: type[Fields] = create_model(
+    "SamplingFields",
+    __base__=Fields,
+    **{spelled(name): _sampling_field(options_of(SamplingParams)[name]) for name in _SHARED},
+)
+"""Fields of `SamplingParams` that both routes have."""
+
+
+class SharedFields(SamplingFields):
+    """Fields of both routes."""
 
     model: str | None = None
     stream: bool = False
@@ -51,28 +80,10 @@ class SharedFields(Fields):
     return_token_ids: bool = False
     return_rounds: bool = False
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: Texts = ()
-    stop_token_ids: Integers = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    ignore_eos: bool = False
-    num_speculative_tokens: int | None = None
     cache_salt: Annotated[str, AfterValidator(_salt)] | None = None
     priority: Annotated[int, AfterValidator(_check_priority)] = 0
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    logit_bias: Biases = ()
-    allowed_token_ids: Integers = None
-    bad_words: Texts = ()
-    min_tokens: int = 0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
 
     user: ignored(LABEL) = None
     metadata: ignored(LABEL) = None
@@ -193,25 +204,17 @@ def read_params(
       ServiceError: INVALID_ARGUMENT names a field.
     """
     structured, spelling["structured"] = read_structured(
-        fields.response_format, fields.structured_outputs, spelling
+        fields.response_format, fields.structured_outputs
     )
+    values = {name: getattr(fields, spelled(name)) for name in _SHARED}
+    for name, none in (("top_k", 0), ("seed", None)):
+        values[name] = none if values[name] == -1 else values[name]  # as vLLM writes it
     return sampling_params(
         spelling,
         limits,
         max_tokens=max_tokens,
-        temperature=fields.temperature,
-        top_p=fields.top_p,
-        top_k=0 if fields.top_k == -1 else fields.top_k,  # vLLM writes -1 for all tokens
-        min_p=fields.min_p,
-        seed=None if fields.seed == -1 else fields.seed,  # vLLM writes -1 for none
-        stop=fields.stop,
-        stop_ids=fields.stop_token_ids,
-        include_stop_str_in_output=fields.include_stop_str_in_output,
-        skip_special_tokens=fields.skip_special_tokens,
-        ignore_eos=fields.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        num_speculative_tokens=fields.num_speculative_tokens,
         structured=structured,
-        **{name: getattr(fields, name) for name in CONTROLS},
+        **values,
     )

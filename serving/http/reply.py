@@ -7,8 +7,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.errors import ServiceError
 from serving.http.connection import WRITE
-from serving.http.dialect import Dialect
-from serving.http.errors import dump_in_turns, error_answer
+from serving.http.errors import Dialect, dump_in_turns, error_answer
 
 _EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",

@@ -7,8 +7,8 @@ from peagle_jax.engine.host.request import PromptLogprob, TokenLogprob
 from peagle_jax.engine.host.stats import Acceptance
 from peagle_jax.text.tokenizer import Detokenizer, Tokenizer
 from serving.messages import Ended
-from serving.rounds import RoundReports, token_name
-from serving.stream import Delta, Stream
+from serving.rounds import RoundReport, token_name
+from serving.stream import Stream
 from serving.turns import Later
 
 Scored = TokenLogprob | PromptLogprob
@@ -87,26 +87,12 @@ def prompt_logprobs(
     return Later((one and one_place(token, one) for token, one in pairs), len(prompt))
 
 
-class Rounds:
-    """Makes `rounds` of choices. One object per request."""
-
-    def __init__(self, tokenizer: Tokenizer | None):
-        self._tokenizer = tokenizer
-        self._reports: dict[int, RoundReports] = {}
-
-    def of(self, index: int, delta: Delta) -> list[dict]:
-        """The rounds of the next delta of choice `index`."""
-        if index not in self._reports:
-            self._reports[index] = RoundReports(self._tokenizer)
-        return [
-            {
-                "tokens": len(one.texts),
-                "accepted": one.accepted,
-                "drafts": one.drafts,
-                "texts": one.texts,
-            }
-            for one in self._reports[index].of(delta)
-        ]
+def rounds(reports: Sequence[RoundReport]) -> list[dict]:
+    """`rounds` of a choice."""
+    return [
+        dict(tokens=len(one.texts), accepted=one.accepted, drafts=one.drafts, texts=one.texts)
+        for one in reports
+    ]
 
 
 def chat_logprobs(

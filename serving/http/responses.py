@@ -1,19 +1,17 @@
 """`/v1/responses`: OpenAI's newer route, as an adapter over chats. It stores nothing."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
-from serving.frontend import Frontend
-from serving.http.blocks import Block, Blocks
-from serving.http.chat import Chat
-from serving.http.dialect import RESPONSES
+from serving.http.blocks import Adapter, Block, BlockAnswer
+from serving.http.chat import Conversation
+from serving.http.errors import RESPONSES
 from serving.http.responses_fields import Function, ResponsesFields
-from serving.http.route import Call, Caller, Encode, Route
-from serving.http.structured import format_names
-from serving.stream import Delta, Finish, Stream
+from serving.http.route import Caller
+from serving.stream import Delta, Stream
 from serving.tools import call_id
 
-_SPELLING = {"max_tokens": "max_output_tokens", "prompt": "input", **format_names("text.format")}
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _STATUS = {"length": "incomplete", "abort": "cancelled"}
 """Status of an answer by the reason of its end; of others "completed"."""
@@ -27,45 +25,39 @@ _TEXT_EVENTS = {
 }
 
 
-class Responses(Route[ResponsesFields]):
+class Responses(Adapter[ResponsesFields]):
+    """A conversation, as OpenAI's newer API has it."""
+
     path = "/v1/responses"
     dialect = RESPONSES
     fields = ResponsesFields
+    names: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "messages*": "input",
+        "tools*": "tools",
+    }
 
-    def __init__(self, frontend: Frontend):
-        super().__init__(frontend)
-        self._chat = Chat(frontend)
-
-    def _prepare(self, fields: ResponsesFields, caller: Caller) -> Encode:
-        talk = self._chat.converted(fields.as_chat(), caller, method=self.path, names=_SPELLING)
-        blocks = Blocks(is_parallel=talk.is_parallel)
-        response_id, is_stream = caller.request_id, fields.stream
-        namespaces = fields.namespaces()
-        envelope = _envelope(fields, f"resp_{response_id}", self._frontend.name)
-
-        async def encode() -> Call:
-            ask = await talk.encode()
-            answer = _Answer(
-                response_id, envelope, blocks, is_stream=is_stream, namespaces=namespaces
-            )
-            return Call(asks=[ask], answer=answer)
-
-        return encode
+    def _answer(
+        self, fields: ResponsesFields, caller: Caller, talk: Conversation
+    ) -> BlockAnswer | None:
+        envelope = _envelope(fields, f"resp_{caller.request_id}", self._frontend.name)
+        form = dict(is_stream=fields.stream, is_parallel=talk.is_parallel)
+        return _Answer(caller.request_id, envelope, fields.namespaces(), **form)
 
 
 class CountInputTokens(Responses):
-    """`/v1/responses/input_tokens`: the tokens of a prompt; see `Route`."""
+    """The number of tokens of a prompt."""
 
     path = "/v1/responses/input_tokens"
 
-    def _prepare(self, fields: ResponsesFields, caller: Caller) -> Encode:
-        talk = self._chat.converted(fields.as_chat(), caller, method=self.path, names=_SPELLING)
+    def _answer(self, fields: ResponsesFields, caller: Caller, talk: Conversation) -> None:
+        return None
 
-        async def encode() -> dict:
-            count = len((await talk.encode()).prompt)
-            return {"object": "response.input_tokens", "input_tokens": count}
-
-        return encode
+    def _counted(self, num_tokens: int) -> dict:
+        return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
 def _envelope(fields: ResponsesFields, response_id: str, model: str) -> dict:
@@ -104,22 +96,23 @@ def _tool(one: Function) -> dict:
     return tool | {"parameters": one.parameters, "strict": one.strict}
 
 
-class _Answer:
-    """The events and the object of a response; `namespaces` are those of its tools, by name."""
+class _Answer(BlockAnswer):
+    """See `Answer`.
+
+    Args:
+      namespaces: of `ResponsesFields.namespaces`.
+    """
 
     def __init__(
         self,
         request_id: str,
         envelope: dict,
-        blocks: Blocks,
-        *,
-        is_stream: bool,
         namespaces: Mapping[str, tuple[str, str]],
+        **form: bool,
     ):
-        self.n, self.is_stream, self._namespaces = 1, is_stream, namespaces
-        self._request_id, self._envelope, self._blocks = request_id, envelope, blocks
+        super().__init__(**form)
+        self._request_id, self._envelope, self._namespaces = request_id, envelope, namespaces
         self._call_ids: dict[int, str] = {}
-        self._finish: Finish | None = None
         self._num_events = 0
 
     def part(self, index: int, delta: Delta, streams: Sequence[Stream]) -> list[dict]:
@@ -142,17 +135,6 @@ class _Answer:
         response = self._whole(streams)
         status = response["status"]
         return [self._event(f"response.{_LAST_EVENTS.get(status, status)}", response=response)]
-
-    def whole(self, deltas: Mapping[int, Delta], streams: Sequence[Stream]) -> dict:
-        for _ in self._changes(deltas[0]):
-            pass
-        return self._whole(streams)
-
-    def _changes(self, delta: Delta) -> Iterator[tuple[str, Block, str]]:
-        yield from self._blocks.add(delta)
-        if delta.finish is not None:
-            self._finish = delta.finish
-            yield from self._blocks.finish()
 
     def _whole(self, streams: Sequence[Stream]) -> dict:
         status = _STATUS.get(self._finish.reason, "completed")

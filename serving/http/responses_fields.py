@@ -5,14 +5,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    FailFast,
     Field,
     ValidationInfo,
     model_validator,
 )
 
-from serving.http.chat import VERBOSITY, check_length, check_messages, text_or_refusal
-from serving.http.fields import Fields, described, ignored, refused, required
+from serving.http.chat import VERBOSITY, text_or_refusal
+from serving.http.fields import Fields, described, ignored, listed, refused, required
 from serving.http.options import CACHE, LABEL, NOT_STORED, ONE_TIER
 
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
@@ -41,16 +40,7 @@ class Part(Fields):
     logprobs: ignored(_SENT_BACK, []) = None
 
 
-def _as_parts(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-Parts = Annotated[
-    list[Part],
-    FailFast(),
-    BeforeValidator(check_length),
-    BeforeValidator(_as_parts, json_schema_input_type=str | list[Part]),
-]
+Parts = listed(Part, lambda text: {"type": "text", "text": text})
 
 
 class Item(Fields):
@@ -72,10 +62,6 @@ class Item(Fields):
     phase: ignored(_SENT_BACK) = None
     summary: ignored(_NO_SUMMARY, []) = None
     encrypted_content: ignored("reasoning is not encrypted") = None
-
-
-def _as_items(value: object) -> object:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 def _check_type(value: object) -> object:
@@ -110,7 +96,7 @@ class Tool(Function):
 
     type: Annotated[str, BeforeValidator(_check_tool_type)]
     name: str | None = None
-    tools: Annotated[list[Function], FailFast(), BeforeValidator(check_length)] = ()
+    tools: listed(Function) = ()
 
     @property
     def is_hosted(self) -> bool:
@@ -158,19 +144,13 @@ class ResponsesFields(Fields):
     """Fields of a request."""
 
     model: str | None = None
-    input: Annotated[
-        list[Item],
-        FailFast(),
-        BeforeValidator(check_length),
-        BeforeValidator(check_messages),
-        BeforeValidator(_as_items, json_schema_input_type=str | list[Item]),
-    ]
+    input: listed(Item, lambda text: {"role": "user", "content": text}, is_needed=True)
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     stream: bool = False
-    tools: Annotated[list[Tool], FailFast(), BeforeValidator(check_length)] = ()
+    tools: listed(Tool) = ()
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None

@@ -1,4 +1,12 @@
-"""The HTTP server: uvicorn within the running event loop, behind a listener with limits."""
+"""The HTTP server: uvicorn within the running event loop, behind a listener with limits.
+
+What is our own stands here because no option of a library does it before work is done (uvicorn 0.54, hypercorn,
+granian): uvicorn's `limit_concurrency` counts requests that were accepted and parsed, and no server counts
+connections by address (`gate`); asyncio's listener logs each accept that fails for lack of descriptors, up to the
+backlog in a turn (`listener`); `timeout_keep_alive` starts anew with each byte, and nothing limits the time of a head
+or of a reader that stalls (`connection`); h11 takes heads that a proxy may read in another way (`find_fault`); a
+connection that is closed while the client sends is reset, and the answer, such as 413, lost with it (`LingeringTransport`).
+"""
 
 import asyncio
 import contextlib
@@ -114,16 +122,13 @@ class HttpServer:
         self._server = _Uvicorn(self._config, certificates, gate, time_limits or TimeLimits())
         self._task: asyncio.Task | None = None
 
-    async def start(self, host: str, port: int, *, shares_port: bool = False) -> int:
+    async def start(self, host: str, port: int) -> int:
         """Listens, and returns the port.
-
-        Args:
-          shares_port: whether other processes of the server listen there too.
 
         Raises:
           OSError: the address cannot be used.
         """
-        listener = _listen(host, port, shares_port)
+        listener = _listen(host, port)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not (self._server.started or self._task.done()):
             await asyncio.sleep(0.01)
@@ -140,18 +145,14 @@ class HttpServer:
         await self._task
 
 
-def _listen(host: str, port: int, shares_port: bool) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = addresses[0]
         # As gRPC does, which also accepts IPv4 on "::".
         both = host == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(
-            address,
-            family=family,
-            backlog=_BACKLOG,
-            dualstack_ipv6=both,
-            reuse_port=shares_port,
+            address, family=family, backlog=_BACKLOG, dualstack_ipv6=both
         )
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error

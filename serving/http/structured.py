@@ -1,6 +1,6 @@
 """Constraints in requests: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, FailFast, Field
@@ -59,30 +59,15 @@ class StructuredOutputs(Fields):
     disable_fallback: ignored("there is one backend") = None
 
 
-def format_names(field: str) -> dict[str, str]:
-    """Names of the parts of `response_format` on a route where the format stands in `field`, with its schema beside
-    its type."""
-    return {
-        "response_format": field,
-        "response_format.type": f"{field}.type",
-        "response_format.json_schema": field,
-    }
-
-
 def read_structured(
-    response_format: ResponseFormat | None,
-    outputs: StructuredOutputs | None,
-    spelling: Mapping[str, str],
+    response_format: ResponseFormat | None, outputs: StructuredOutputs | None
 ) -> tuple[Structured | None, str]:
     """The constraint of a request, and the field it comes from.
-
-    Args:
-      spelling: the route's names of the fields, where they differ.
 
     Raises:
       ServiceError: INVALID_ARGUMENT names a field.
     """
-    constraints = [*_of_format(response_format, spelling), *_of_outputs(outputs)]
+    constraints = [*_of_format(response_format), *_of_outputs(outputs)]
     if len(constraints) > 1:
         raise invalid(
             constraints[1][0], f"a text has one constraint, and {constraints[0][0]} is set too"
@@ -98,15 +83,15 @@ def read_structured(
 _Found = list[tuple[str, Callable[[], Structured]]]
 
 
-def _of_format(given: ResponseFormat | None, spelling: Mapping[str, str]) -> _Found:
+def _of_format(given: ResponseFormat | None) -> _Found:
     if given is None or given.type == "text":
         return []
     if given.type == "json_object":
-        return [(spelling.get("response_format", "response_format"), Structured.json_object)]
+        return [("response_format", Structured.json_object)]
     if given.type != "json_schema":
         rule = f"{given.type!r} must be text, json_object or json_schema"
-        raise invalid(spelling.get("response_format.type", "response_format.type"), rule)
-    field = spelling.get("response_format.json_schema", "response_format.json_schema")
+        raise invalid("response_format.type", rule)
+    field = "response_format.json_schema"
     if given.json_schema is None or given.json_schema.schema_ is None:
         raise invalid(field, "needs a schema")
     schema = given.json_schema.schema_

@@ -1,13 +1,9 @@
 """`/tokenize` and `/detokenize`, in vLLM's form."""
 
-from typing import Annotated
-
-from pydantic import BeforeValidator, FailFast
-
 from serving.errors import invalid
-from serving.http.chat import Message, TemplateFields, check_length, check_messages
-from serving.http.dialect import OPENAI
-from serving.http.fields import Fields, Integers
+from serving.http.chat import Message, TemplateFields
+from serving.http.errors import OPENAI
+from serving.http.fields import Fields, Integers, listed
 from serving.http.route import Caller, Encode, Route
 from serving.tools import Arguments
 
@@ -17,12 +13,7 @@ class TokenizeFields(TemplateFields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[
-        list[Message],
-        FailFast(),
-        BeforeValidator(check_length),
-        BeforeValidator(check_messages),
-    ] = None
+    messages: listed(Message, is_needed=True) = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
@@ -35,6 +26,8 @@ class DetokenizeFields(Fields):
 
 
 class Tokenize(Route[TokenizeFields]):
+    """The tokens of a text or a conversation."""
+
     path = "/tokenize"
     dialect = OPENAI
     fields = TokenizeFields
@@ -81,6 +74,8 @@ class Tokenize(Route[TokenizeFields]):
 
 
 class Detokenize(Route[DetokenizeFields]):
+    """The text of tokens."""
+
     path = "/detokenize"
     dialect = OPENAI
     fields = DetokenizeFields

@@ -3,21 +3,14 @@
 from collections.abc import Collection
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from peagle_jax.structured import Structured
 from serving.errors import invalid
 from serving.frontend import Frontend
-from serving.http.fields import Fields, ignored
+from serving.http.fields import Fields, ignored, listed
 from serving.replies.arguments import types_of
-from serving.tools import (
-    NO_FORMAT,
-    NOT_BESIDE_TOOLS,
-    Arguments,
-    loose,
-    refuse_equal_names,
-    tool,
-)
+from serving.tools import NO_FORMAT, NOT_BESIDE_TOOLS, Arguments, loose, refuse_equal_names, tool
 
 
 def _check_type(value: object) -> object:
@@ -29,14 +22,6 @@ def _check_type(value: object) -> object:
 
 
 _Kind = Annotated[str | None, BeforeValidator(_check_type)]
-
-
-def _check_number(value: object, info: ValidationInfo) -> object:
-    """Refuses a list that is too long before pydantic validates its items."""
-    most = info.context.limits.max_tools
-    if isinstance(value, list) and len(value) > most:
-        raise ValueError(f"{len(value)} are more than the {most} that this server takes")
-    return value
 
 
 class Function(Fields):
@@ -94,7 +79,7 @@ class MessageCall(Fields):
 class ToolFields(Fields):
     """Fields of a request about tools."""
 
-    tools: Annotated[list[Tool], FailFast(), BeforeValidator(_check_number)] = ()
+    tools: listed(Tool, most="max_tools") = ()
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
@@ -128,10 +113,7 @@ class ToolFields(Fields):
         if not tools or self.tool_choice == "none":
             return []
         if not frontend.replies.has_calls:
-            raise invalid(
-                "tools",
-                NO_FORMAT,
-            )
+            raise invalid("tools", NO_FORMAT)
         return tools
 
     def constraint(

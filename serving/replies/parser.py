@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 from peagle_jax.config import ConfigError
 from peagle_jax.sampling_params import SamplingParams
@@ -35,20 +34,10 @@ class PlainParser:
         return ReplyPart(self._text.finish())
 
 
-class TextParser(Protocol):
-    """Parses the text of a reply."""
-
-    def add(self, text: str) -> ReplyPart:
-        """Appends text."""
-
-    def finish(self) -> ReplyPart:
-        """Returns the rest at the end of the reply."""
-
-
 class DecodedParser:
     """A parser of text, fed with tokens."""
 
-    def __init__(self, text: TextStream, parser: TextParser):
+    def __init__(self, text: TextStream, parser: MarkedText | TemplateText):
         self._text, self._parser = text, parser
 
     def add(self, tokens: Sequence[int]) -> ReplyPart:

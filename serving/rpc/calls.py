@@ -5,7 +5,9 @@ import time
 from urllib.parse import unquote
 
 import grpc
+from google.protobuf.message import Message
 
+from peagle_jax.structured import Structured
 from serving import params
 from serving.request_ids import trace_headers
 
@@ -38,6 +40,22 @@ def address(context: grpc.aio.ServicerContext) -> str:
     """The client's network address; "" if it has none, as on a Unix socket."""
     kind, _, rest = unquote(context.peer()).partition(":")
     return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
+
+
+def constraint_of(message: Message, part: str) -> tuple[str, Structured | None]:
+    """The field of a message's constraint, and the constraint.
+
+    Args:
+      part: path of the message in the request.
+
+    Raises:
+      ServiceError: INVALID_ARGUMENT that names the field.
+    """
+    kind = message.WhichOneof("constraint")
+    field, value = f"{part}.{kind}", kind and getattr(message, kind)
+    if isinstance(value, Message):  # a list of texts
+        value = [text for _, texts in value.ListFields() for text in texts]
+    return field, params.constraint(field, kind, value)
 
 
 async def accepted(context: grpc.aio.ServicerContext, request_id: str) -> None:

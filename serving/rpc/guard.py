@@ -9,12 +9,14 @@ from functools import partial
 from typing import Self
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
 
 from serving import caller
 from serving.bearer_tokens import token_of
 from serving.errors import Code, ServiceError, failure, invalid, too_large
-from serving.rpc.status import abort
 from serving.rpc.wire import Excess, WireLimits, find_excess
 
 _log = logging.getLogger(__name__)
@@ -220,8 +222,7 @@ async def _read_nothing(stream: AsyncIterator[bytes]) -> None:
 
 async def _refuse(request, context):
     raise ServiceError(
-        Code.UNAUTHENTICATED,
-        "send one known token as metadata: authorization: Bearer TOKEN",
+        Code.UNAUTHENTICATED, "send one known token as metadata: authorization: Bearer TOKEN"
     )
 
 
@@ -238,3 +239,19 @@ def _rebuilt(handler: grpc.RpcMethodHandler, behaviour: Callable) -> grpc.RpcMet
     responses = "stream" if handler.response_streaming else "unary"
     make = getattr(grpc, f"stream_{responses}_rpc_method_handler")
     return make(behaviour, None, handler.response_serializer)
+
+
+async def abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
+    """Ends a call with the error's status. `Code` has the names of gRPC's status codes."""
+    message = error.message
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.code.name), message=message)
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=message
+        )
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after is not None:
+        delay = Duration()
+        delay.FromMilliseconds(int(1000 * error.retry_after))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    await context.abort_with_status(rpc_status.to_status(status))

@@ -1,14 +1,14 @@
 """Reads sampling parameters from the JSON object that Triton's language models accept."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from peagle_jax import SamplingParams
-from peagle_jax.sampling_params import MAX_BIAS
+from peagle_jax.errors import ConfigError
+from peagle_jax.options import Option, converted, options_of
+from peagle_jax.sampling_params import SamplingParams
 from serving.errors import invalid
 from serving.json_input import parse_small_object
 from serving.limits import Limits
-from serving.params import refuse_unless_neutral, sampling_params
+from serving.params import refuse_unless_neutral, sampling_params, spelled
 
 FIELD = "sampling_parameters"
 _LARGEST = 2**63
@@ -33,74 +33,29 @@ def read_sampling(text: bytes, limits: Limits, *, max_tokens: int) -> Sampling:
     """
     given = parse_small_object(text, field=FIELD, limits=limits) if text.strip() else {}
     values: dict = dict(max_tokens=max_tokens, temperature=1.0)
-    n = 1
     for key, value in given.items():
         field = f"{FIELD}.{key}"
         if key in _NEUTRAL:
             refuse_unless_neutral(field, _plain(value), _NEUTRAL[key], key)
-        elif key not in _READERS:
-            raise invalid(field, f"is not known; there are {', '.join(_READERS)}")
-        elif value is None:
-            continue
-        elif key == "n":
-            n = _int(field, value)
-        else:
-            values[_OURS.get(key, key)] = _READERS[key](field, value)
+        elif key not in _OPTIONS:
+            raise invalid(field, f"is not known; there are {', '.join(_OPTIONS)}")
+        elif value is not None:
+            # Triton's own example writes numbers as strings.
+            values[_OPTIONS[key].name] = _read(_OPTIONS[key], field, value)
+    n = values.pop("n", 1)
     if values.get("top_k") == -1:  # vLLM also writes -1 for all tokens
         values["top_k"] = 0
     return Sampling(params=sampling_params(SPELLING, limits, **values), n=n)
 
 
-def _int(field: str, value: object) -> int:
-    # Triton's own example writes numbers as strings.
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
+def _read(one: Option, field: str, value: object) -> object:
     try:
-        if isinstance(value, bool) or not isinstance(value, str | int):
-            raise ValueError
-        number = int(value)
-    except ValueError:
-        raise invalid(field, f"{value!r} must be a whole number") from None
-    if abs(number) > _LARGEST:
-        raise invalid(field, f"{number} is too large")
-    return number
-
-
-def _float(field: str, value: object) -> float:
-    try:
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ValueError
-        return float(value)
-    except (ValueError, OverflowError):
-        raise invalid(field, f"{value!r} must be a number") from None
-
-
-def _bool(field: str, value: object) -> bool:
-    plain = _plain(value)
-    if not isinstance(plain, bool):
-        raise invalid(field, f"{value!r} must be true or false")
-    return plain
-
-
-def _strings(field: str, value: object) -> tuple[str, ...]:
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
-        raise invalid(field, "must be a string or a list of strings")
-    return tuple(listed)
-
-
-def _ints(field: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise invalid(field, "must be a list of token ids")
-    return tuple(_int(field, one) for one in value)
-
-
-def _biases(field: str, value: object) -> dict[int, float]:
-    if not isinstance(value, dict):
-        raise invalid(field, "must be an object of token ids and numbers")
-    if len(value) > MAX_BIAS:
-        raise invalid(field, f"{len(value)} tokens are more than {MAX_BIAS}")
-    return {_int(field, token): _float(field, bias) for token, bias in value.items()}
+        found = converted(one, value)
+    except ConfigError as error:
+        raise invalid(field, str(error)) from None
+    if one.kind == "int" and abs(found) > _LARGEST:
+        raise invalid(field, f"{found} is too large")
+    return found
 
 
 def _plain(value: object) -> object:
@@ -118,32 +73,6 @@ def _plain(value: object) -> object:
         return value
 
 
-_READERS: dict[str, Callable] = {
-    "max_tokens": _int,
-    "temperature": _float,
-    "top_k": _int,
-    "top_p": _float,
-    "min_p": _float,
-    "seed": _int,
-    "stop": _strings,
-    "stop_token_ids": _ints,
-    "include_stop_str_in_output": _bool,
-    "skip_special_tokens": _bool,
-    "ignore_eos": _bool,
-    "n": _int,
-    "num_speculative_tokens": _int,
-    "logit_bias": _biases,
-    "allowed_token_ids": _ints,
-    "bad_words": _strings,
-    "min_tokens": _int,
-    "repetition_penalty": _float,
-    "frequency_penalty": _float,
-    "presence_penalty": _float,
-}
-_OURS = {"stop_token_ids": "stop_ids"}
-SPELLING = {_OURS.get(key, key): f"{FIELD}.{key}" for key in _READERS}
-"""The client's names of the fields."""
-
 _NEUTRAL = {
     "best_of": (1, None),
     "use_beam_search": (False, None),
@@ -156,3 +85,9 @@ _NEUTRAL = {
     "detokenize": (True,),
 }
 """Parameters of vLLM that this server does not support, with the values that have no effect."""
+_OPTIONS = {
+    spelled(name): one for name, one in options_of(SamplingParams).items() if name not in _NEUTRAL
+}
+_OPTIONS["n"] = _OPTIONS["max_tokens"]._replace(name="n")
+SPELLING = {one.name: f"{FIELD}.{key}" for key, one in _OPTIONS.items()}
+"""The client's names of the fields."""

@@ -111,13 +111,13 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> pb.ModelStatisticsResponse:
         """Counts and times of the requests of all protocols, since the start."""
         self._check_model(request.name or self._frontend.name, request.version)
-        totals = await self._frontend.totals()
+        total = self._frontend.metrics.total
         of_time = lambda name: pb.StatisticDuration(
-            count=int(totals.of(f"vllm:{name}_seconds_count")),
-            ns=int(1e9 * totals.of(f"vllm:{name}_seconds_sum")),
+            count=int(total(f"vllm:{name}_seconds_count")),
+            ns=int(1e9 * total(f"vllm:{name}_seconds_sum")),
         )
-        requests = totals.of("peagle:requests_total")
-        succeeded = int(totals.of("peagle:requests_total", code=Code.OK.name))
+        requests = total("peagle:requests_total")
+        succeeded = int(total("peagle:requests_total", code=Code.OK.name))
         model = pb.ModelStatistics(
             name=self._frontend.name,
             version=_VERSION,
@@ -307,8 +307,7 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             )
         if version not in ("", _VERSION):
             raise ServiceError(
-                Code.NOT_FOUND,
-                f"model {ours!r} has no version {version!r}; it has {_VERSION!r}",
+                Code.NOT_FOUND, f"model {ours!r} has no version {version!r}; it has {_VERSION!r}"
             )
 
 

@@ -1,28 +1,34 @@
 """`peagle.v1.Generation`: the engine's own service. Its proto documents all fields."""
 
-import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from peagle_jax import SamplingParams
 from peagle_jax.engine.host.request import PromptLogprob, TokenLogprob
 from peagle_jax.engine.host.stats import Acceptance
 from peagle_jax.structured import Structured
-from peagle_jax.text.tokenizer import Tokenizer
 from serving import request_ids, turns
 from serving.errors import invalid
 from serving.frontend import Frontend
 from serving.json_input import parse_small_object
-from serving.params import CONTROLS, cache_salt, constraint, prompt_ids, sampling_params
+from serving.params import cache_salt, prompt_ids, sampling_params
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from serving.replies.parts import ReplyPart
 from serving.rounds import RoundReport, RoundReports
 from serving.rpc import calls
-from serving.rpc.chat import calls_of, message_of, tools_of
+from serving.sampling_messages import GENERATE
 from serving.stream import Ask, Delta, Finish, Usage
-from serving.tools import NOT_BESIDE_TOOLS, Arguments, loose
+from serving.tools import (
+    NO_FORMAT,
+    NOT_BESIDE_TOOLS,
+    Arguments,
+    call_id,
+    loose,
+    refuse_equal_names,
+    tool,
+)
 
 _MAX_ABORTS = 1024
 
@@ -40,14 +46,14 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         ask = await self._ask(request, context, "Generate")
         async with self._frontend.open(ask) as stream:
             await calls.accepted(context, ask.request_id)
-            left, rounds = stream.n, _Rounds(request.output, self._frontend.tokenizer)
+            left, rounds = stream.n, self._rounds(request.output)
             async for delta in stream:
                 message = _delta(delta)
                 if delta.prompt_logprobs:
                     async for some in _prompt_logprobs(delta.prompt_logprobs):
                         message.prompt_logprobs.extend(some)
-                if rounds.are_wanted:
-                    message.rounds.extend(rounds.of(delta))
+                if request.output.return_rounds:
+                    message.rounds.extend(rounds(delta))
                 if delta.finish is not None:
                     left -= 1
                     if left == 0:
@@ -62,10 +68,11 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             await calls.accepted(context, ask.request_id)
             response.sequences.extend(pb.Sequence() for _ in range(stream.n))
             replies = [ReplyPart()] * stream.n
-            rounds = _Rounds(request.output, self._frontend.tokenizer)
+            rounds = self._rounds(request.output)
             async for delta in stream:
                 sequence = response.sequences[delta.index]
-                sequence.rounds.extend(rounds.of(delta))
+                if request.output.return_rounds:
+                    sequence.rounds.extend(rounds(delta))
                 replies[delta.index] += ReplyPart(delta.text, delta.reasoning)
                 sequence.tool_calls.extend(calls_of(delta))
                 sequence.token_ids.extend(delta.tokens)
@@ -84,8 +91,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         """Ends requests of the caller by id; the ids of other callers count as unknown."""
         if len(request.request_ids) > _MAX_ABORTS:
             raise invalid("request_ids", f"more than {_MAX_ABORTS}")
-        ended = await asyncio.gather(*map(self._frontend.abort, request.request_ids))
-        return pb.AbortResponse(aborted=sum(ended))
+        return pb.AbortResponse(aborted=sum(map(self._frontend.abort, request.request_ids)))
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context) -> pb.FlushCacheResponse:
         """Forgets cached prefixes of the caller."""
@@ -139,10 +145,8 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         if request.HasField("cache_salt"):
             salt = cache_salt(request.cache_salt, field="cache_salt")
         tools = tools_of(request.chat, self._frontend)
-        field = f"structured.{request.structured.WhichOneof('constraint')}"
-        params = dataclasses.replace(
-            params, structured=self._beside_calls(params.structured, tools, field)
-        )
+        field, text = calls.constraint_of(request.structured, "structured")
+        params = dataclasses.replace(params, structured=self._beside_calls(text, tools, field))
         prompt = await self._prompt(request, tools)
         ask = Ask(
             request_id=request_id,
@@ -157,13 +161,16 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             tools=tools,
             method=f"peagle.v1.Generation/{method}",
             trace=calls.trace(context),
-            spelling=_SPELLING
-            | {
-                "prompt": request.WhichOneof("prompt"),
-                "structured": field,
-            },
+            spelling=GENERATE.spelling
+            | {"prompt": request.WhichOneof("prompt"), "structured": field},
         )
         return await self._frontend.constrain(ask, address=calls.address(context))
+
+    def _rounds(self, output: pb.Output) -> Callable[[Delta], list[pb.Round]]:
+        """A function that makes the messages about the rounds of the next delta."""
+        with_text = not output.tokens_only
+        reports = RoundReports(self._frontend.tokenizer if with_text else None)
+        return lambda delta: [_round(one, with_text) for one in reports.of(delta.index, delta)]
 
     def _beside_calls(
         self, text: Structured | None, tools: list[dict], field: str
@@ -201,83 +208,18 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
         return await self._frontend.chat(messages, variables, tools=tools, **names)
 
     def _params(self, request: pb.GenerateRequest) -> SamplingParams:
-        sampling, stopping = request.sampling, request.stopping
-        optional = lambda message, name: getattr(message, name) if message.HasField(name) else None
-        return sampling_params(
-            _SPELLING,
-            self._frontend.limits,
-            max_tokens=stopping.max_tokens or self._frontend.config.max_model_len,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p or 1.0,
-            min_p=sampling.min_p,
-            seed=optional(sampling, "seed"),
-            stop=stopping.stop,
-            stop_ids=stopping.stop_token_ids,
-            ignore_eos=stopping.ignore_eos,
-            logprobs=optional(request.output, "logprobs"),
-            prompt_logprobs=optional(request.output, "prompt_logprobs"),
-            num_speculative_tokens=optional(request.speculation, "num_speculative_tokens"),
-            structured=_structured(request.structured),
-            logit_bias=dict(sampling.logit_bias),
-            allowed_token_ids=sampling.allowed_token_ids.ids
-            if sampling.HasField("allowed_token_ids")
-            else None,
-            bad_words=sampling.bad_words,
-            min_tokens=stopping.min_tokens,
-            repetition_penalty=sampling.repetition_penalty or 1.0,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-        )
+        values = GENERATE.read(request)
+        values.setdefault("max_tokens", self._frontend.config.max_model_len)
+        return sampling_params(GENERATE.spelling, self._frontend.limits, **values)
 
 
-class _Rounds:
-    """Makes the messages about rounds, if a request asks for them. One object per request."""
+def _round(one: RoundReport, with_text: bool) -> pb.Round:
+    message = pb.Round(tokens=len(one.texts), accepted=one.accepted, draft_ids=one.draft_ids)
+    if with_text:
+        message.drafts.extend(one.drafts)
+        message.texts.extend(one.texts)
+    return message
 
-    def __init__(self, output: pb.Output, tokenizer: Tokenizer | None):
-        self.are_wanted, self._with_text = output.return_rounds, not output.tokens_only
-        self._tokenizer = tokenizer if self._with_text else None
-        self._reports: dict[int, RoundReports] = {}
-
-    def of(self, delta: Delta) -> list[pb.Round]:
-        """The rounds of the next delta of its sequence."""
-        if not self.are_wanted:
-            return []
-        if delta.index not in self._reports:
-            self._reports[delta.index] = RoundReports(self._tokenizer)
-        return [self._message(one) for one in self._reports[delta.index].of(delta)]
-
-    def _message(self, one: RoundReport) -> pb.Round:
-        message = pb.Round(tokens=len(one.texts), accepted=one.accepted, draft_ids=one.draft_ids)
-        if self._with_text:
-            message.drafts.extend(one.drafts)
-            message.texts.extend(one.texts)
-        return message
-
-
-def _structured(given: pb.Structured) -> Structured | None:
-    kind = given.WhichOneof("constraint")
-    return constraint(
-        f"structured.{kind}",
-        kind,
-        given.choice.texts if kind == "choice" else kind and getattr(given, kind),
-    )
-
-
-_SPELLING = {
-    "max_tokens": "stopping.max_tokens",
-    "temperature": "sampling.temperature",
-    "top_k": "sampling.top_k",
-    "top_p": "sampling.top_p",
-    "min_p": "sampling.min_p",
-    "seed": "sampling.seed",
-    "stop": "stopping.stop",
-    "stop_ids": "stopping.stop_token_ids",
-    "logprobs": "output.logprobs",
-    "prompt_logprobs": "output.prompt_logprobs",
-    "num_speculative_tokens": "speculation.num_speculative_tokens",
-} | {name: f"sampling.{name}" for name in CONTROLS}
-_SPELLING["min_tokens"] = "stopping.min_tokens"
 
 _REASONS = {
     "stop": pb.FINISH_REASON_STOP,
@@ -354,3 +296,59 @@ def _acceptance(counts: Acceptance) -> pb.Acceptance:
         drafted_per_position=counts.drafted_per_position,
         acceptance_length=counts.length,
     )
+
+
+def tools_of(chat: pb.Chat, frontend: Frontend) -> list[dict]:
+    """The tools of a chat, as chat templates take them.
+
+    Raises:
+      ServiceError: INVALID_ARGUMENT; they are too many or not valid, or the model has no format of calls.
+    """
+    limits, objects = frontend.limits, Arguments(frontend.limits)
+    if len(chat.tools) > limits.max_tools:
+        raise invalid("chat.tools", f"{len(chat.tools)} are more than {limits.max_tools}")
+    if chat.tools and not frontend.replies.has_calls:
+        raise invalid("chat.tools", NO_FORMAT)
+    tools = [_tool(one, place, objects) for place, one in enumerate(chat.tools)]
+    refuse_equal_names(tools, field="chat.tools")
+    return tools
+
+
+def calls_of(delta: Delta) -> list[pb.ToolCall]:
+    """New calls."""
+    return [
+        pb.ToolCall(id=call_id(), name=call.name, arguments_json=call.arguments)
+        for call in delta.calls
+    ]
+
+
+def _tool(given: pb.Tool, place: int, objects: Arguments) -> dict:
+    field, parameters = f"chat.tools[{place}]", None
+    if given.parameters_json:
+        parameters = objects.parse(given.parameters_json, field=f"{field}.parameters_json")
+    try:
+        return tool(given.name, given.description or None, parameters)
+    except ValueError as error:
+        raise invalid(f"{field}.name", str(error)) from error
+
+
+def message_of(given: pb.ChatMessage, place: int, objects: Arguments) -> dict:
+    """A message as chat templates take it.
+
+    Raises:
+      ServiceError: INVALID_ARGUMENT; the arguments of a call are not a JSON object.
+    """
+    message: dict[str, object] = {"role": given.role, "content": given.content}
+    if given.tool_call_id:
+        message["tool_call_id"] = given.tool_call_id
+    if given.tool_calls:
+        message["tool_calls"] = [
+            objects.call(
+                call.id,
+                call.name,
+                call.arguments_json,
+                field=f"chat.messages[{place}].tool_calls[{number}].arguments_json",
+            )
+            for number, call in enumerate(given.tool_calls)
+        ]
+    return message

@@ -13,12 +13,11 @@ from peagle_jax.sampling_params import MAX_BIAS
 from serving.frontend import Frontend, State
 from serving.protos import open_inference_pb2, peagle_v1_pb2, peagle_v1_pb2_grpc, vllm_engine_pb2
 from serving.rpc import foreign, open_inference, vllm
-from serving.rpc.credentials import server_credentials
 from serving.rpc.guard import Guard, MessageLimits
 from serving.rpc.health import HealthServicer
 from serving.rpc.peagle import Generation
 from serving.rpc.wire import WireLimits
-from serving.tls import Certificates
+from serving.tls import Certificates, Pems
 
 _OPTIONS = (
     # Gateways ping idle connections every 30 s, load generators more often; by default gRPC closes these.
@@ -75,7 +74,6 @@ class RpcServer:
       idle_seconds: how long a connection without calls stays open.
       max_connection_seconds: age at which a client is asked to connect again; 0 is no limit.
       with_reflection: whether clients may list the services.
-      shares_port: whether other processes of the server listen on its port too.
     """
 
     def __init__(
@@ -90,12 +88,11 @@ class RpcServer:
         idle_seconds: float = 300.0,
         max_connection_seconds: float = 0.0,
         with_reflection: bool = False,
-        shares_port: bool = False,
     ):
         options = [
             *_OPTIONS,
-            # With SO_REUSEPORT two servers on one port would share its calls without an error.
-            ("grpc.so_reuseport", int(shares_port)),
+            # With it two servers on one port would share its calls without an error.
+            ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.server_handshake_timeout_ms", _milliseconds(handshake_seconds)),
@@ -182,3 +179,27 @@ def _wire_limits(frontend: Frontend) -> WireLimits:
             "sampling.allowed_token_ids.ids": MAX_BIAS,
         },
     )
+
+
+def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """Credentials for a secure port; a handshake after a change of the files uses the new ones."""
+    used = certificates.newest()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """Called at every handshake; None keeps the last configuration."""
+        nonlocal used
+        newest = certificates.newest()
+        if newest is used:
+            return None
+        used = newest
+        return _configuration(newest)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(used),
+        fetch,
+        require_client_authentication=certificates.needs_client_certificate,
+    )
+
+
+def _configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)

@@ -1,9 +1,15 @@
 """`vllm.grpc.engine.VllmEngine`: the service that gateways for vLLM call. Its proto documents all fields."""
 
 import asyncio
+import dataclasses
+import hashlib
+import io
 import time
+import zipfile
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
 import grpc
 
@@ -11,22 +17,15 @@ from peagle_jax import SamplingParams
 from peagle_jax.checkpoint.target_writer import ARCHITECTURES
 from peagle_jax.engine.host.request import PromptLogprob, TokenLogprob
 from peagle_jax.engine.host.stats import Acceptance
-from peagle_jax.structured import Structured
 from serving import request_ids, turns
 from serving.errors import Code, ServiceError, invalid
 from serving.frontend import Frontend, State
-from serving.params import (
-    CONTROLS,
-    constraint,
-    prompt_ids,
-    refuse_unless_neutral,
-    sampling_params,
-)
+from serving.params import prompt_ids, refuse_unless_neutral, sampling_params
 from serving.protos import vllm_engine_pb2 as pb
 from serving.protos import vllm_engine_pb2_grpc
 from serving.rpc import calls
 from serving.rpc.foreign import handler, refuse_unknown
-from serving.rpc.tokenizer_files import TokenizerFiles
+from serving.sampling_messages import Places
 from serving.stream import Ask, Delta
 from serving.version import NAME, VERSION
 
@@ -85,7 +84,8 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Ends requests of the caller by id."""
         if len(request.request_ids) > _MAX_ABORTS:
             raise invalid("request_ids", f"more than {_MAX_ABORTS}")
-        await asyncio.gather(*map(self._frontend.abort, request.request_ids))
+        for one in request.request_ids:
+            self._frontend.abort(one)
         return pb.AbortResponse()
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context) -> pb.FlushCacheResponse:
@@ -119,7 +119,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         """The server and its settings."""
         frontend = self._frontend
         return pb.GetServerInfoResponse(
-            active_requests=await frontend.count_open(),
+            active_requests=frontend.num_open,
             last_receive_timestamp=self._last_request,
             uptime_seconds=time.time() - frontend.started,
             server_type=NAME,
@@ -169,7 +169,8 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def _ask(self, request: pb.GenerateRequest, context) -> Ask:
         _refuse_unsupported(request)
         request_id = request_ids.request_id(request.request_id)
-        params = self._params(request.sampling_params, _drafts(context))
+        params = self._params(request, _drafts(context))
+        field, constraint = calls.constraint_of(request.sampling_params, "sampling_params")
         kind = request.WhichOneof("input")
         if kind is None:
             raise invalid("input", "set one of tokenized and text")
@@ -181,7 +182,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         ask = Ask(
             request_id=request_id,
             prompt=prompt,
-            params=params,
+            params=dataclasses.replace(params, structured=constraint),
             n=request.sampling_params.n or 1,
             deadline=calls.deadline(context),
             cache_salt=calls.cache_salt(context),
@@ -189,40 +190,18 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             method=f"{SERVICE}/Generate",
             trace=calls.trace(context),
             spelling=_SPELLING
-            | {
-                "prompt": "text" if kind == "text" else "tokenized.input_ids",
-                "structured": _constraint_field(request.sampling_params),
-            },
+            | {"prompt": "text" if kind == "text" else "tokenized.input_ids", "structured": field},
         )
         # A gateway has put chats into the template.
         is_chat = kind == "tokenized" and not request.sampling_params.grammar_from_first_token
         return await self._frontend.constrain(ask, is_chat=is_chat, address=calls.address(context))
 
-    def _params(self, given: pb.SamplingParams, drafts: int | None) -> SamplingParams:
-        optional = lambda name: getattr(given, name) if given.HasField(name) else None
-        temperature, max_tokens, seed = map(optional, ("temperature", "max_tokens", "seed"))
-        return sampling_params(
-            _SPELLING,
-            self._frontend.limits,
-            max_tokens=self._frontend.config.max_model_len if max_tokens is None else max_tokens,
-            temperature=1.0 if temperature is None else temperature,
-            top_k=given.top_k,
-            top_p=given.top_p or 1.0,
-            min_p=given.min_p,
-            seed=None if seed == -1 else seed,
-            stop=given.stop,
-            stop_ids=given.stop_token_ids,
-            ignore_eos=given.ignore_eos,
-            logprobs=optional("logprobs"),
-            prompt_logprobs=optional("prompt_logprobs"),
-            num_speculative_tokens=drafts,
-            structured=_structured(given),
-            logit_bias=dict(given.logit_bias),
-            min_tokens=given.min_tokens,
-            repetition_penalty=given.repetition_penalty or 1.0,
-            frequency_penalty=given.frequency_penalty,
-            presence_penalty=given.presence_penalty,
-        )
+    def _params(self, request: pb.GenerateRequest, drafts: int | None) -> SamplingParams:
+        defaults = dict(max_tokens=self._frontend.config.max_model_len, temperature=1.0)
+        values = defaults | _PLACES.read(request) | {"num_speculative_tokens": drafts}
+        if values.get("seed") == -1:
+            del values["seed"]
+        return sampling_params(_SPELLING, self._frontend.limits, **values)
 
 
 class _Pace:
@@ -246,18 +225,10 @@ class _Pace:
         return self._rate
 
 
-_SPELLING = {
-    name: f"sampling_params.{name}"
-    for name in (
-        *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "logprobs"),
-        "prompt_logprobs",
-        *CONTROLS,
-    )
-} | {
-    "n": "sampling_params.n",
-    "stop_ids": "sampling_params.stop_token_ids",
-    "num_speculative_tokens": DRAFTS,
-}
+# The client makes the text, so it cuts it too.
+_OF_TEXT = ("include_stop_str_in_output", "skip_special_tokens")
+_PLACES = Places(pb.GenerateRequest.DESCRIPTOR, "sampling_params", without=_OF_TEXT)
+_SPELLING = _PLACES.spelling | {"n": "sampling_params.n", "num_speculative_tokens": DRAFTS}
 
 _UNSUPPORTED = {
     "kv_transfer_params": "KV transfer",
@@ -282,16 +253,6 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     refuse_unless_neutral(field, cut, (False,), "cutting prompts")
     tag = given.HasField("structural_tag")
     refuse_unless_neutral("sampling_params.structural_tag", tag, (False,), "a structural tag")
-
-
-def _constraint_field(given: pb.SamplingParams) -> str:
-    return f"sampling_params.{given.WhichOneof('constraint')}"
-
-
-def _structured(given: pb.SamplingParams) -> Structured | None:
-    kind = given.WhichOneof("constraint")
-    value = given.choice.choices if kind == "choice" else kind and getattr(given, kind)
-    return constraint(_constraint_field(given), kind, value)
 
 
 def _drafts(context) -> int | None:
@@ -372,3 +333,52 @@ def _figures(counts: Acceptance) -> tuple[tuple[str, str], ...]:
         ("x-spec-accepted-per-position", ",".join(map(str, counts.per_position))),
         ("x-spec-acceptance-length", f"{counts.length:.4f}"),
     )
+
+
+_NAMES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model"),
+    *("chat_template.jinja", "chat_template.json", "config.json", "generation_config.json"),
+)
+_DATE = (1980, 1, 1, 0, 0, 0)  # fixed, so that the same files make the same archive on every server
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A zip file and its fingerprint."""
+
+    content: bytes
+    sha256: str
+
+
+class TokenizerFiles:
+    """The archive of a folder; it is made at the first request."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._lock = asyncio.Lock()
+        self._archive: Archive | None = None
+
+    async def archive(self) -> Archive:
+        """The archive.
+
+        Raises:
+          OSError: a file cannot be read.
+        """
+        async with self._lock:
+            if self._archive is None:
+                self._archive = await asyncio.to_thread(_pack, self._folder)
+            return self._archive
+
+
+def _pack(folder: Path) -> Archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in _NAMES:
+            if (folder / name).is_file():
+                info = zipfile.ZipInfo(name, _DATE)
+                info.external_attr = 0o644 << 16
+                info.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(info, (folder / name).read_bytes())
+    content = buffer.getvalue()
+    return Archive(content, hashlib.sha256(content).hexdigest())

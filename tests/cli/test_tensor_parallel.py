@@ -19,7 +19,7 @@ def test_two_devices_write_what_one_writes(generate, folders):
     ("count", "message"),
     [
         ("3", "the model has 4 query heads, which 3 devices cannot share evenly"),
-        ("0", "0 is not positive"),
+        ("0", "tensor_parallel=0 must be at least 1"),
         ("two", "argument --tensor-parallel"),
     ],
 )

@@ -23,28 +23,25 @@ class Processes:
 
     Attributes:
       main, engine: process ids.
-      further: those of the processes that serve clients beside the first one.
       renderer: that of the process that renders chats of the first one; 0 if there is none.
     """
 
     def __init__(self, server: Served):
         self.main = server.process.pid
-        self.engine, self.further, self.renderer = 0, [], 0
+        self.engine, self.renderer = 0, 0
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 if _parent(int(folder.name)) == self.main:
                     command = (folder / "cmdline").read_text()
                     if "serving.engine_process" in command:
                         self.engine = int(folder.name)
-                    elif "serving.api_process" in command:
-                        self.further.append(int(folder.name))
                     elif "chat_templates" in command:
                         self.renderer = int(folder.name)
         assert self.engine, "the server has no process of the engine"
 
     @property
     def all(self) -> list[int]:
-        return [self.main, self.engine, *self.further]
+        return [self.main, self.engine]
 
     def wait_until_gone(self) -> None:
         """Returns once all children have ended."""
@@ -72,7 +69,7 @@ def stopped(pid: int):
 
 @contextlib.contextmanager
 def connections(address: str, count: int):
-    """Stubs with a connection each: processes that share a port get some of them each."""
+    """Stubs with a connection each."""
     with contextlib.ExitStack() as stack:
         channels = [
             stack.enter_context(grpc.insecure_channel(address, options=_OWN_CONNECTION))

@@ -30,7 +30,7 @@ def answer(server, http, pace):
         running = lambda: server.engine.scheduler.num_running
         eventually(lambda: server.call(running) and pace.is_waiting.is_set())
         pace.release(2)
-        assert server.run(server.frontend.abort("mine"))
+        assert server.call(server.frontend.abort, "mine")
         pace.release(10)
         thread.join(LIMIT)
         return found[0]

@@ -7,7 +7,7 @@ import pytest
 
 from serving.http import chat, completions
 from serving.http.errors import dump
-from serving.http.template import MARK, Template
+from serving.http.openai_answer import MARK, Template
 from tests.serving.test_http_connections import connect, read_all
 from tests.waiting import LIMIT
 

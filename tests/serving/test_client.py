@@ -27,7 +27,10 @@ def ask(server, capsys):
     """Runs the command in this process; returns its exit code, stdout and stderr."""
 
     def run(*arguments: str):
-        code = main(["--address", server.address, *arguments])
+        try:
+            code = main(["--address", server.address, *arguments])
+        except SystemExit as end:  # of argparse
+            code = end.code
         return code, *capsys.readouterr()
 
     return run
@@ -144,22 +147,22 @@ def test_a_failed_turn_is_not_part_of_the_conversation(server, ask):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["a", "--temperature", "-1"], "sampling.temperature"),
+        (["a", "--temperature", "-1"], "temperature=-1.0 must be between 0 and 100"),
         (["a", "--n", "2"], "greedy sequences would be equal"),
-        (["a", "--top-p", "0"], "--top-p must lie above 0"),
-        (["a", "--max-tokens", "0"], "--max-tokens must be between 1 and 4294967295"),
-        (["a", "--n", "0"], "--n must be between 1 and 4294967295"),
-        (["a", "--top-k", "-1"], "--top-k must be between 0 and 4294967295"),
-        (["a", "--seed", "-1"], "--seed must be between 0 and 9223372036854775807"),
+        (["a", "--top-p", "0"], "top_p=0.0 must be in (0, 1]"),
+        (["a", "--max-tokens", "0"], "max_tokens=0 must be at least 1"),
+        (["a", "--n", "0"], "--n must be at least 1"),
+        (["a", "--top-k", "-1"], "top_k=-1 must be 0 (off) or positive"),
+        (["a", "--seed", "-1"], "seed=-1 must be between 0 and 2**63 - 1"),
         (
             ["a", "--priority", "99999999999"],
-            "--priority must be between -2147483648 and 2147483647",
+            "cannot be sent",
         ),
         (
             ["a", "--allowed-token", "5", "--allowed-token", "-5"],
-            "--allowed-token must be between 0 and",
+            "cannot be sent",
         ),
-        (["a", "--logit-bias=-5=1"], "--logit-bias: a token id must be between 0 and"),
+        (["a", "--logit-bias=-5=1"], "cannot be sent"),
         (["a", "--request-id", "\udcff"], "cannot be sent"),
         (["a", "--timeout", "0"], "--timeout must be above 0"),
         (["a", "--system", "b"], "need --chat"),
@@ -180,12 +183,10 @@ def test_bad_input_is_one_line_and_code_2(ask, arguments, word):
     assert err.count("\n") == 1
 
 
-def test_unknown_options_are_refused(ask, capsys):
+def test_unknown_options_are_refused(ask):
     for arguments in (["--temp", "1"], ["--chat-option", "x"], ["a", "b"]):
-        with pytest.raises(SystemExit) as caught:
-            ask(*arguments)
-        assert caught.value.code == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        code, _, err = ask(*arguments)
+        assert (code, err.count("\n")) == (2, 1)
 
 
 class Reasoner(peagle_v1_pb2_grpc.GenerationServicer):
@@ -297,12 +298,10 @@ def test_a_closed_pipe_ends_the_request(server, pace):
     process.stderr.close()
 
 
-def test_only_grpc_the_stubs_and_shared_options_are_imported():
+def test_the_client_starts_without_what_a_server_needs():
     code = (
-        "import sys, serving.client; "
-        "heavy = {'jax', 'numpy', 'flax', 'yaml', 'transformers'} & set(sys.modules); "
-        "ours = {name for name in sys.modules if name.startswith('peagle_jax.')}; "
-        "print(heavy | ours)"
+        "import sys, serving.client.command; "
+        "print({'jax', 'numpy', 'flax', 'yaml', 'transformers', 'pydantic'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert (done.stdout.strip(), done.stderr) == ("{'peagle_jax.cli.command_line'}", "")
+    assert (done.stdout.strip(), done.stderr) == ("set()", "")

@@ -14,7 +14,7 @@ from peagle_jax.cli.model_folders import ASSETS
 from peagle_jax.engine.structured.grammar import Grammars, Matcher
 from peagle_jax.structured import Structured
 from peagle_jax.text.tokenizer import Tokenizer
-from serving import caller, constraints, grammar_checker
+from serving import caller, constraints
 from serving.constraint_memory import ConstraintMemory, allocated
 from serving.constraints import Constraints
 from serving.errors import Code, ServiceError
@@ -121,7 +121,7 @@ def test_a_hostile_constraint_is_refused_in_bounded_time_and_the_next_one_is_not
 
 def test_hostile_constraints_stall_neither_the_loop_nor_other_constraints(engine, monkeypatch):
     """While one process is busy, the loop runs and the other process checks constraints."""
-    check, begun, ended = grammar_checker.Process.ask, threading.Event(), threading.Event()
+    check, begun, ended = constraints.Process.ask, threading.Event(), threading.Event()
     slow = FATAL["a multiple that takes minutes"]
 
     def ask(process, constraint: dict) -> dict | None:
@@ -131,7 +131,7 @@ def test_hostile_constraints_stall_neither_the_loop_nor_other_constraints(engine
         assert ended.wait(LIMIT)
         return None  # as of a process that exceeds its limits
 
-    monkeypatch.setattr(grammar_checker.Process, "ask", ask)
+    monkeypatch.setattr(constraints.Process, "ask", ask)
 
     async def work(made):
         hostile = asyncio.create_task(made.compile(slow, field="structured"))
@@ -152,7 +152,7 @@ class Held:
     def __init__(self, monkeypatch):
         self.asked: list[str] = []
         self._permits = threading.Semaphore(0)
-        monkeypatch.setattr(grammar_checker.Process, "ask", lambda _, constraint: self(constraint))
+        monkeypatch.setattr(constraints.Process, "ask", lambda _, constraint: self(constraint))
 
     def __call__(self, constraint: dict) -> dict:
         self.asked.append(constraint["text"])
@@ -230,18 +230,29 @@ def test_what_is_remembered_is_bounded_in_number_and_time(monkeypatch):
     monkeypatch.setattr(constraints, "_MOST_REMEMBERED", 3000)
     memory = constraints._Memory()
     for key in (b"a", b"b", b"a", b"c"):
-        memory.get(key) or memory.put(key, f"text of {key}", 500)
+        memory.get(key) or memory.put(key, f"text of {key}", 500, "a")
     assert [memory.get(key) is None for key in (b"a", b"b", b"c")] == [False, True, False]
     short = constraints._Memory(seconds=0.0)
-    short.put(b"a", "text", 4)
+    short.put(b"a", "text", 4, "a")
     assert short.get(b"a") is None
+
+
+def test_a_client_makes_the_server_forget_no_constraint_of_others(monkeypatch):
+    monkeypatch.setattr(constraints, "_MOST_REMEMBERED", 20_000)
+    memory = constraints._Memory()
+    memory.put(b"mine", "value", 100, "me")
+    for place in range(100):
+        memory.put(b"%d" % place, "value", 1000, "other")
+    assert memory.get(b"mine") == memory.get(b"99") == "value"
+    assert memory.get(b"0") is None
+    assert memory._sizes.total() <= 20_000
 
 
 def test_a_constraint_that_was_checked_needs_no_process(engine, monkeypatch):
     async def work(made):
         for structured in (Structured.json_object(), Structured.choice(["a"])):
             await made.compile(structured, field="structured")
-        monkeypatch.setattr(grammar_checker.Process, "ask", lambda *_: pytest.fail("checked again"))
+        monkeypatch.setattr(constraints.Process, "ask", lambda *_: pytest.fail("checked again"))
         (first,) = await made.compile(Structured.json_object(), field="structured")
         (second,) = await made.compile(Structured.json_object(), field="structured")
         assert first.matcher is not second.matcher
@@ -254,7 +265,7 @@ def test_a_constraint_that_was_checked_needs_no_process(engine, monkeypatch):
 
 def test_no_caller_learns_from_the_time_which_constraints_others_send(engine, monkeypatch):
     checked = []
-    ask = grammar_checker.Process.ask
+    ask = constraints.Process.ask
 
     def count(process, constraint):
         checked.append(constraint)
@@ -265,7 +276,7 @@ def test_no_caller_learns_from_the_time_which_constraints_others_send(engine, mo
             caller.enter(token)
             await made.compile(Structured.choice(["secret"]), field="structured")
 
-    monkeypatch.setattr(grammar_checker.Process, "ask", count)
+    monkeypatch.setattr(constraints.Process, "ask", count)
     run(engine, work)
     assert len(checked) == 2
 
@@ -356,11 +367,11 @@ def test_a_process_that_is_killed_from_outside_is_not_the_constraints_fault(
 ):
     """As the kernel does when memory is short."""
 
-    def kill(process: grammar_checker.Process) -> None:
+    def kill(process: constraints.Process) -> None:
         process._process.kill()
         process._process.wait()
 
-    send = grammar_checker.Process._send
+    send = constraints.Process._send
 
     def send_to_killed(process, line, deadline):
         kill(process)
@@ -375,7 +386,7 @@ def test_a_process_that_is_killed_from_outside_is_not_the_constraints_fault(
             assert await made.compile(Structured.regex("b"), field="structured")
             return
         with monkeypatch.context() as patch:
-            patch.setattr(grammar_checker.Process, "_send", send_to_killed)
+            patch.setattr(constraints.Process, "_send", send_to_killed)
             with pytest.raises(ServiceError, match="killed from outside") as caught:
                 await made.compile(Structured.regex("c"), field="structured")
         assert (caught.value.code, caught.value.retry_after) == (Code.UNAVAILABLE, 1.0)
@@ -386,7 +397,7 @@ def test_a_process_that_is_killed_from_outside_is_not_the_constraints_fault(
 
 def test_a_process_that_does_not_read_is_given_up():
     """Its pipe is full long before the constraint is written."""
-    process = grammar_checker.Process(
+    process = constraints.Process(
         lambda: Vocabulary(1, [0], {"a" * 1000: 0}), ["sleep", "60"], seconds=0.5
     )
     try:
@@ -444,7 +455,7 @@ def test_large_definitions_are_remembered_too(engine, monkeypatch):
     async def work(made):
         large = Structured.json_schema({"enum": [f"value {place}" for place in range(3000)]})
         await made.compile(large, field="f")
-        monkeypatch.setattr(grammar_checker.Process, "ask", lambda *_: pytest.fail("checked again"))
+        monkeypatch.setattr(constraints.Process, "ask", lambda *_: pytest.fail("checked again"))
         assert await made.compile(large, field="f")
 
     run(engine, work)

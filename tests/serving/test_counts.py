@@ -12,7 +12,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 from peagle_jax import Engine, SamplingParams
 from peagle_jax.engine.host.stats import Acceptance
 from peagle_jax.method.drafter import Proposal
-from serving.client.answer import as_json, statistics
+from serving.client.command import as_json, statistics
 from serving.errors import Code
 from serving.logs import log_request
 from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc

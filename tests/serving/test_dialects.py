@@ -14,14 +14,14 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from serving.http import field_table
 from serving.http.chat import ChatFields
 from serving.http.completions import CompletionFields
 from serving.http.fields import Fields, Ignored, Reading, Refused, declarations
-from serving.http.ignored_fields import IgnoredFields
 from serving.http.messages_fields import Block, MessagesFields, TextBlock, Tool
 from serving.http.responses_fields import ResponsesFields
+from serving.http.route import IgnoredFields
 from serving.limits import Limits
+from tests.serving import field_table
 from tests.serving.scripted import CALL, PARAMETERS, Scripted
 from tests.test_house import ROOT
 from tests.waiting import LIMIT
@@ -92,7 +92,7 @@ def test_every_field_of_the_clients_types_is_declared(fields: type[Fields], para
 
 def test_the_page_has_the_declared_fields():
     page = (ROOT / "docs" / "fields.md").read_text(encoding="utf-8")
-    assert field_table.page() == page, "python -m serving.http.field_table docs/fields.md"
+    assert field_table.page() == page, "python -m tests.serving.field_table docs/fields.md"
 
 
 def take(path: str, **body) -> Reading:

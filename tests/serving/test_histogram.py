@@ -4,7 +4,7 @@ import random
 
 import prometheus_client
 
-from serving.histogram import Histogram
+from serving.metrics import Histogram
 
 
 def text_of(registry: prometheus_client.CollectorRegistry) -> list[str]:

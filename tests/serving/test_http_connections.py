@@ -13,9 +13,8 @@ import time
 import httpx
 import pytest
 
-from serving.http.connection import TimeLimits
+from serving.http.connection import TimeLimits, find_fault
 from serving.http.gate import Gate
-from serving.http.head import find_fault
 from serving.http.listener import Listener
 from serving.http.server import _listen
 from serving.tls import Certificates
@@ -390,7 +389,7 @@ def test_any_host_is_served_where_the_operator_says_so(server):
 
 
 def test_a_small_message_does_not_wait_for_the_acknowledgement_of_the_one_before():
-    with _listen("127.0.0.1", 0, shares_port=False) as listener:
+    with _listen("127.0.0.1", 0) as listener:
         listener.setblocking(True)
         with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

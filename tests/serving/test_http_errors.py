@@ -304,7 +304,7 @@ def test_several_prompts_are_accepted_together_or_not_at_all(server, http):
 
 @pytest.mark.slow
 def test_the_servers_time_limit_is_a_504_and_an_event(make_engine):
-    server = LiveServer(make_engine(), http=True, limits=Limits(max_seconds=3.0))
+    server = LiveServer(make_engine(), http=True, limits=Limits(max_request_seconds=3.0))
     with (
         httpx.Client(base_url=f"http://{server.http_address}", timeout=LIMIT) as http,
         server.paced() as pace,

@@ -1,4 +1,4 @@
-"""The sockets between the processes of a server: whole messages, and a reader that stalls delays no other."""
+"""The socket between the processes of a server: whole messages, and a reader that stalls never holds the engine."""
 
 import itertools
 import random
@@ -6,28 +6,24 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.host.request import Round, TokenLogprob
-from peagle_jax.engine.host.stats import Acceptance
 from serving import hub
-from serving.frames import Channel, Inbox, encode, packed, packed_load, unpacked, unpacked_load
+from serving.frames import Channel, Inbox, encode, packed, unpacked
 from serving.hub import Hub
 from serving.messages import Ended, Job, Load, Refused, Tokens
-from serving.run_clock import RunClock
+from serving.worker import RunClock
 from tests.waiting import LIMIT, eventually
 
 ENDED = Ended("stop", 7, None, False, 9, 3, 4, 8, 12, 5, [3, 2], [4, 4, 4], 1.0, 2.0, 3.0)
 EVENTS = [
-    Tokens(
-        (1, 5, 0), [1, 2], [TokenLogprob(-0.5, [(3, -1.0)])] * 2, ENDED, Round([4, 5], 1, 2), 16
-    ),
-    Tokens((1, 5, 1), [], None, None, None),
-    Refused(((1, 6, 0), (1, 6, 1)), ConfigError.of("prompt", "is empty")),
+    Tokens((5, 0), [1, 2], [TokenLogprob(-0.5, [(3, -1.0)])] * 2, ENDED, Round([4, 5], 1, 2), 16),
+    Tokens((5, 1), [], None, None, None),
+    Refused(((6, 0), (6, 1)), ConfigError.of("prompt", "is empty")),
 ]
 
 
@@ -43,7 +39,7 @@ class Worker:
     def start(self, listener, call) -> None:
         self.listener = listener
 
-    def submit(self, jobs, name) -> None:
+    def submit(self, jobs) -> None:
         self.submitted += jobs
 
     def abort(self, key) -> None:
@@ -52,19 +48,20 @@ class Worker:
 
 @pytest.fixture
 def connected():
-    """A hub with its worker, and the other ends of its two sockets."""
-    pairs = [socket.socketpair() for _ in range(2)]
+    """A hub with its worker, and the other end of its socket."""
+    ours, theirs = socket.socketpair()
     made, lost = Worker(), threading.Event()
-    connection = Hub([one for one, _ in pairs], on_lost=lost.set)
+    connection = Hub(theirs, on_lost=lost.set)
     connection.describe(made)
-    ends = [Channel(one) for _, one in pairs]
-    for one in ends:
-        one.connection.settimeout(LIMIT)
-        assert one.receive()[0] == "described"
-    yield SimpleNamespace(worker=made, ends=ends, lost=lost, hub=connection)
-    for one in ends:
-        one.connection.close()
+    end = Channel(ours)
+    ours.settimeout(LIMIT)
+    assert end.receive()[0] == "described"
+    yield SimpleNamespace(worker=made, end=end, lost=lost, hub=connection)
+    ours.close()
     assert lost.wait(LIMIT)
+    theirs.close()
+    connection._awake.close()
+    connection._waker.close()
 
 
 def test_messages_are_whole_however_their_bytes_arrive():
@@ -78,73 +75,44 @@ def test_messages_are_whole_however_their_bytes_arrive():
     assert found == messages
 
 
-def test_events_arrive_as_they_were_sent_without_the_number_of_the_process():
+def test_events_arrive_as_they_were_sent():
     (message,) = Inbox().feed(encode(("round", packed(EVENTS))))
     first, second, refused = unpacked(message[1])
-    assert first == EVENTS[0]._replace(key=(5, 0))
-    assert second == EVENTS[1]._replace(key=(5, 1))
+    assert [first, second] == EVENTS[:2]
     assert [type(first.round), type(first.request)] == [Round, Ended]
     assert refused.keys == ((6, 0), (6, 1))
     assert (refused.error.field, refused.error.rule) == ("prompt", "is empty")
-
-
-def test_a_load_arrives_as_it_was_sent():
-    counts = dict(
-        acceptance=Acceptance(5, 6, 7, 8, (1, 2), (3, 4)),
-    )
-    numbers = {one.name: i for i, one in enumerate(fields(Load)) if one.type in (int, float)}
-    load = Load(num_draft={1: 3}, **counts, **numbers)
-    (message,) = Inbox().feed(encode(("load", packed_load(load))))
-    assert unpacked_load(message[1]) == load
 
 
 def job(number: int) -> Job:
     return Job((number, 0), [1], None)
 
 
-def test_a_process_that_does_not_read_counts_as_gone_and_delays_no_other(connected, monkeypatch):
+def test_a_process_that_does_not_read_counts_as_gone(connected, monkeypatch):
     monkeypatch.setattr(hub, "_MOST_UNREAD", 1 << 20)
-    worker, reader = connected.worker, connected.ends[0]
-    for index, end in enumerate(connected.ends):
-        end.send(("submit", [job(3)], ("caller", f"id-{index}")))
-    eventually(lambda: len(worker.submitted) == 2)
-    assert {one.key for one in worker.submitted} == {(0, 3, 0), (1, 3, 0)}
+    worker = connected.worker
+    connected.end.send(("submit", [job(3)]))
+    eventually(lambda: [one.key for one in worker.submitted] == [(3, 0)])
     rounds = 0
-    while not worker.aborted:
-        worker.listener.deliver([Tokens((i, 3, 0), [7] * 5000) for i in (0, 1)], 10_000)
-        assert reader.receive()[1] == [((3, 0), [7] * 5000, None, None, None, 0, None)]
+    while not connected.lost.is_set():
+        worker.listener.deliver([Tokens((3, 0), [7] * 5000)], 5000)
         rounds += 1
-        assert rounds < 1000
-    assert worker.aborted == [(1, 3, 0)]
-    assert not connected.lost.is_set()
+        assert rounds < 10_000
+    assert connected.end.receive()[1] == [((3, 0), [7] * 5000, None, None, None, 0, None)]
 
 
-def test_the_requests_of_a_process_that_ends_are_aborted_and_their_ids_are_free(connected):
-    worker, (first, other) = connected.worker, connected.ends
-    name = "caller", "id"
-    other.send(("submit", [job(1)], name))
-    eventually(lambda: worker.submitted)
-    first.send(("submit", [job(2)], name))
-    kind, (refused,), *_ = first.receive()
-    assert (kind, refused.keys) == ("round", ((2, 0),))
-    other.connection.shutdown(socket.SHUT_RDWR)
-    eventually(lambda: worker.aborted == [(1, 1, 0)])
-    first.send(("submit", [job(3)], name))
-    eventually(lambda: len(worker.submitted) == 2)
-    assert worker.submitted[1].key == (0, 3, 0)
-
-
-def test_a_refused_job_leaves_no_matcher(connected):
-    worker, (first, other) = connected.worker, connected.ends
-    worker.matchers = lambda definition, number: [object()] * number
-    other.send(("submit", [job(1)], ("caller", "id")))
-    eventually(lambda: worker.submitted)
-    first.send(("compile", 9, "definition", 2))
-    assert first.receive() == ("answer", 9, None)
-    jobs = [Job((2, i), [1], None, matcher=(9, i)) for i in range(2)]
-    first.send(("submit", jobs, ("caller", "id")))
-    assert first.receive()[0] == "round"
-    assert connected.hub._peers[0].matchers == {}
+def test_a_job_takes_its_matcher_and_one_that_is_forgotten_is_gone(connected):
+    worker, end = connected.worker, connected.end
+    made = [object(), object()]
+    worker.matchers = lambda definition, number: made
+    end.send(("compile", 9, "definition", 2))
+    assert end.receive() == ("answer", 9, None)
+    end.send(("submit", [Job((2, 0), [1], None, matcher=(9, 0))]))
+    end.send(("forget", (9, 1)))
+    end.send(("abort", (2, 0)))
+    eventually(lambda: worker.aborted == [(2, 0)])
+    assert [one.matcher for one in worker.submitted] == made[:1]
+    assert connected.hub._matchers == {}
 
 
 def test_time_in_which_a_process_does_not_run_does_not_count():
@@ -154,7 +122,7 @@ def test_time_in_which_a_process_does_not_run_does_not_count():
 
 
 def test_a_round_that_takes_long_is_told_again_and_again(connected):
-    first = connected.ends[0]
+    first = connected.end
     connected.worker.busy_seconds = 7.0
     messages = iter(first.receive, None)
     assert ("busy", 7.0) in itertools.islice(messages, 3)
@@ -166,7 +134,7 @@ def test_a_hub_that_fails_ends_its_process_with_a_line_and_code_1():
     """Nobody would read submits and aborts any more, and clients would wait for ever."""
     code = (
         "import socket, threading; from serving.hub import Hub; from serving.logs import configure;"
-        "configure('info'); ours, theirs = socket.socketpair(); hub = Hub([ours], on_lost=print);"
+        "configure('info'); ours, theirs = socket.socketpair(); hub = Hub(ours, on_lost=print);"
         "hub._handle = None; theirs.send(bytes(8) + b'no frame'); threading.Event().wait()"
     )
     made = subprocess.run(

@@ -7,10 +7,8 @@ import socket
 
 import pytest
 
-from serving.http import linger
-from serving.http.connection import TimeLimits
+from serving.http.connection import LingeringTransport, TimeLimits
 from serving.http.gate import Gate
-from serving.http.linger import LingeringTransport
 from tests.serving.test_http_connections import HOST, POST, connect, read_all
 from tests.waiting import LIMIT, eventually
 
@@ -44,7 +42,7 @@ def test_an_answer_is_read_after_all_of_a_body_was_sent(server, gate, kind):
 
 
 def test_a_client_that_goes_on_sending_is_cut_off(server, gate, monkeypatch):
-    monkeypatch.setattr(linger, "_MOST", 1 << 20)
+    monkeypatch.setattr("serving.http.connection._MOST_DISCARDED", 1 << 20)
     time_limits = TimeLimits(linger=3600.0, write=3600.0)  # bytes are what ends it
     with (
         server.another_http(gate=gate, time_limits=time_limits) as address,

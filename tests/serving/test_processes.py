@@ -1,9 +1,7 @@
-"""The server as several processes: the same texts, one end for all of them, and limits that hold over all."""
+"""The server as two processes: the same texts as the engine, and one end for both."""
 
 import contextlib
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -30,7 +28,6 @@ Status = grpc.StatusCode
 SIZES = ("--max-model-len", "256", "--max-num-seqs", "8", "--prefill-chunk", "16", "-K", "3")
 LONG = pb.Stopping(max_tokens=200, ignore_eos=True)
 NUM_CONNECTIONS = 16
-"""The kernel gives each to one of two processes by its ports: one of them has none once in 32,768 runs."""
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +56,8 @@ def start(folders, environment, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(start) -> Served:
-    """A server whose clients two processes serve; tests must leave it empty."""
-    return start("--api-processes", "2", "--max-waiting", "64")
+    """A server; tests must leave it empty."""
+    return start("--max-waiting", "64")
 
 
 def stream(stub, ids=(5, 6, 7), stopping=LONG, **fields):
@@ -94,8 +91,7 @@ def begun(call):
 def test_only_the_process_of_the_engine_has_loaded_jax(two):
     found = Processes(two)
     has_jax = lambda pid: "jaxlib" in Path(f"/proc/{pid}/maps").read_text()
-    assert len(found.further) == 1
-    assert [has_jax(pid) for pid in found.all] == [False, True, False]
+    assert [has_jax(pid) for pid in found.all] == [False, True]
 
 
 def test_texts_of_many_clients_are_those_of_the_engine(two, folders):
@@ -122,67 +118,8 @@ def test_texts_of_many_clients_are_those_of_the_engine(two, folders):
     assert found == expected
 
 
-def test_a_request_is_aborted_by_its_id_in_whichever_process_it_runs(two):
-    with connections(two.address, NUM_CONNECTIONS) as stubs:
-        names = [f"abort-{i}" for i in range(NUM_CONNECTIONS)]
-        calls = [stream(stub, request_id=one) for stub, one in zip(stubs, names, strict=True)]
-        for call in calls:
-            call.initial_metadata()  # comes when the request is accepted
-        answer = stubs[0].Abort(pb.AbortRequest(request_ids=[*names, "unknown"]))
-        assert {code for code, *_ in ends_of(calls)} == {Status.OK}
-    lines = [line for line in log_of(two) if str(line.get("request_id")).startswith("abort-")]
-    aborted = [line for line in lines if "abort" in line["finish_reasons"]]
-    # On a busy machine some end by themselves before.
-    assert NUM_CONNECTIONS >= answer.aborted >= len(aborted)
-    assert {line.get("process", 0) for line in aborted} == {0, 1}
-
-
-def test_an_id_is_unique_over_all_processes(two):
-    with connections(two.address, NUM_CONNECTIONS) as stubs:
-        first = begun(stream(stubs[0], request_id="same"))
-        with stopped(Processes(two).engine):  # so that it runs when the others come
-            calls = [stream(stub, request_id="same") for stub in stubs]
-        codes = [code for code, *_ in ends_of(calls)]
-        first.cancel()
-    assert set(codes) <= {Status.ALREADY_EXISTS, Status.OK}
-    assert codes.count(Status.ALREADY_EXISTS) >= NUM_CONNECTIONS - 1
-
-
-def test_metrics_and_figures_are_the_same_in_every_process(two):
-    with connections(two.address, NUM_CONNECTIONS) as stubs:
-        before = counted(two)
-        short = pb.Stopping(max_tokens=3, ignore_eos=True)
-        assert {end[0] for end in ends_of([stream(stub, stopping=short) for stub in stubs])} == {
-            Status.OK
-        }
-    now = [counted(two) for _ in range(NUM_CONNECTIONS)]
-    assert now == [tuple(old + new for old, new in zip(before, (16, 48, 16), strict=True))] * 16
-
-
-def counted(server: Served) -> tuple[int, ...]:
-    """Requests, tokens and latencies as a connection of its own sees them."""
-    text = httpx.get(f"http://{server.http_address}/metrics", timeout=LIMIT).text
-    names = (
-        r'peagle:requests_total\{code="OK",[^}]*protocol="grpc"\}',
-        r"vllm:generation_tokens_total\{[^}]*\}",
-        r"vllm:time_to_first_token_seconds_count\{[^}]*\}",
-    )
-    return tuple(int(float(re.search(rf"^{name} (\S+)", text, re.MULTILINE)[1])) for name in names)
-
-
-def test_a_process_that_stops_delays_no_other_and_does_not_count_as_dead(two):
+def test_an_engine_that_stops_for_a_moment_does_not_count_as_dead(two):
     found = Processes(two)
-    with connections(two.address, NUM_CONNECTIONS) as stubs:
-        calls = [begun(stream(stub)) for stub in stubs]
-        done = []
-        for call in calls:
-            call.add_callback(lambda: done.append(1))
-        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-            with stopped(found.further[0]):
-                ends = [pool.submit(end_of, call) for call in calls]
-                eventually(lambda: done, "the other process ends its streams")
-            codes = {one.result()[0] for one in ends}
-    assert codes == {Status.OK}
     with connections(two.address, 1) as (stub,):
         call = begun(stream(stub))
         with stopped(found.engine):
@@ -205,12 +142,10 @@ def test_a_stop_longer_than_a_round_may_take_ends_no_request(start, which):
     assert server.stop(LIMIT) == 0
 
 
-@pytest.mark.sampled(1, slow=1)
-@pytest.mark.parametrize("victim", ["engine", "further"])
-def test_a_process_that_never_reads_the_order_to_end_delays_the_end_by_seconds(start, victim):
-    server = start("--api-processes", "2", "--drain-seconds", "0.5")
+def test_an_engine_that_never_reads_the_order_to_end_delays_the_end_by_seconds(start):
+    server = start("--drain-seconds", "0.5")
     found = Processes(server)
-    with stopped(found.engine if victim == "engine" else found.further[0]):
+    with stopped(found.engine):
         begun_at = time.monotonic()
         assert server.stop(LIMIT) == 0
         assert time.monotonic() - begun_at < 0.5 + END_SECONDS + 1.0
@@ -246,35 +181,23 @@ def test_process_1_of_a_container_drains_and_sees_the_end_of_a_child(start, end)
     found.wait_until_gone()
 
 
-def log_of(server: Served) -> list[dict]:
-    return [json.loads(line) for line in server.text().splitlines() if line.startswith("{")]
-
-
-@pytest.mark.parametrize("victim", ["engine", "further"])
-def test_the_death_of_one_process_ends_all(start, victim):
-    server = start("--api-processes", "2")
+def test_the_death_of_the_engine_ends_the_server(start):
+    server = start()
     found = Processes(server)
     with connections(server.address, NUM_CONNECTIONS) as stubs:
         calls = [begun(stream(stub)) for stub in stubs[:8]] + [stream(stub) for stub in stubs[8:]]
-        os.kill(found.engine if victim == "engine" else found.further[0], signal.SIGKILL)
+        os.kill(found.engine, signal.SIGKILL)
         ends = ends_of(calls)
     assert server.process.wait(LIMIT) == 1
     found.wait_until_gone()
-    codes = {code for code, *_ in ends} - {Status.OK}
-    if victim == "engine":
-        assert codes == {Status.INTERNAL}
-        assert any("the engine died (process ended)" in details for _, details, _ in ends)
-    else:
-        assert codes == {
-            Status.UNAVAILABLE
-        }  # of the process that is gone, and of the one that ends
-    name = "the engine's process" if victim == "engine" else "process 1"
-    assert f"{name} ended by signal SIGKILL; the server ends" in server.text()
+    assert {code for code, *_ in ends} - {Status.OK} == {Status.INTERNAL}
+    assert any("the engine died (process ended)" in details for _, details, _ in ends)
+    assert "the engine's process ended by signal SIGKILL; the server ends" in server.text()
     assert "Traceback" not in server.text()
 
 
 def test_no_process_outlives_the_first(start):
-    server = start("--api-processes", "2")
+    server = start()
     found = Processes(server)
     os.kill(found.main, signal.SIGKILL)
     server.process.wait(LIMIT)
@@ -285,17 +208,14 @@ def test_no_process_outlives_the_first(start):
 
 
 def test_a_signal_reaches_all_processes(start, tmp_path):
-    """SIGHUP reads tokens again in all; SIGINT of a terminal drains all once; no request is lost."""
+    """SIGHUP reads tokens again; SIGINT of a terminal drains once; no request is lost."""
     tokens = tmp_path / "tokens"
     tokens.write_text("first\n")
-    server = start("--api-processes", "2", "--auth-token-file", str(tokens))
+    server = start("--auth-token-file", str(tokens))
     found = Processes(server)
     tokens.write_text("second\n")
     server.process.send_signal(signal.SIGHUP)
-    read = lambda: {
-        one.get("process", 0) for one in log_of(server) if "read again" in one["message"]
-    }
-    eventually(lambda: read() == {0, 1}, "both have read the tokens")
+    eventually(lambda: "read again" in server.text(), "the tokens are read")
     with connections(server.address, NUM_CONNECTIONS) as stubs:
         request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5]), stopping=LONG)
         metadata = [("authorization", "Bearer second")]

@@ -3,7 +3,6 @@
 import json
 import random
 import time
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as TEMPLATES
 from transformers.utils.chat_parsing import ResponseParser
 
+from peagle_jax.options import options_of
 from serving.errors import ServiceError
 from serving.replies.arguments import Tools
 from serving.replies.formats import FORMATS, NAMES, detected
@@ -395,5 +395,5 @@ def test_a_pattern_of_a_template_that_takes_for_ever_makes_the_reply_text(tmp_pa
 
 
 def test_the_option_has_the_name_of_every_format():
-    choices = get_args(Settings.model_fields["reply_format"].annotation)
+    choices = options_of(Settings)["reply_format"].choices
     assert sorted(choices) == sorted(("auto", *NAMES))

@@ -121,6 +121,10 @@ WRONG = {
     "text.format.schema": {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}},
     "tools[0].strict": {"tools": [TOOL | {"strict": 5}]},
     "max_output_tokens": {"max_output_tokens": 0},
+    # Found in the chat that the request becomes.
+    "tools": {"tools": [TOOL | {"name": "a b"}]},
+    "input ": {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "no JSON"}]},
+    "temperature": {"temperature": -1},
 }  # fmt: skip
 
 
@@ -129,7 +133,8 @@ def test_mistakes_are_refused_by_field(scripted, field):
     content = {"model": "tiny", "input": "Hi"} | WRONG[field]
     answer = httpx.post(f"http://{scripted.live.http_address}/v1/responses", json=content)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == field
+    assert answer.json()["error"]["param"] == field.strip()
+    assert answer.json()["error"]["message"].startswith(f"{field.strip()}: ")
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ def test_a_slow_reader_gets_all_rounds(server, tokenizer):
             return [delta async for delta in stream]
 
     (delta,) = server.run(read_late())
-    reports = RoundReports(tokenizer).of(delta)
+    reports = RoundReports(tokenizer).of(0, delta)
     found = [(one.texts, one.accepted, one.drafts) for one in reports]
     wanted = post(server)["choices"][0]["rounds"]
     assert found == [(one["texts"], one["accepted"], one["drafts"]) for one in wanted]
@@ -157,7 +157,7 @@ def test_a_character_belongs_to_the_token_that_completes_it():
         rounds=[Round([euro[0], 9], 1, 2), Round([], 0, 1), Round([8], 0, 1)],
         finish=object(),
     )
-    reports = RoundReports(Bytes()).of(delta)
+    reports = RoundReports(Bytes()).of(0, delta)
     assert [one.texts for one in reports] == [["A"], ["", ""], ["€"], ["\ufffd"]]
     assert [one.drafts for one in reports] == [[], [str(euro[0]), "9"], [], ["8"]]
 
@@ -179,7 +179,7 @@ def test_the_work_for_a_long_sequence_is_linear():
     rounds = [Round([1, 2], 2, 3)] * 500
     tokens = Counted(range(1500))
     delta = Delta(index=0, tokens=tokens, text="", logprobs=None, rounds=rounds, finish=None)
-    reports = RoundReports(None).of(delta)
+    reports = RoundReports(None).of(0, delta)
     names = [text for one in reports for text in one.texts]
     assert names == [f"token_id:{token}" for token in tokens]
     assert Counted.num_copied <= len(tokens)

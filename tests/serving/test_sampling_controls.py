@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from peagle_jax import EngineConfig, SamplingParams
+from peagle_jax.options import options_of
 from peagle_jax.text.prompts import read_jsonl
 from serving.errors import ServiceError
 from serving.http.chat import ChatFields
@@ -17,6 +18,7 @@ from serving.protos import peagle_v1_pb2, vllm_engine_pb2
 from serving.rpc import json_params
 from serving.rpc.peagle import Generation
 from serving.rpc.vllm import VllmEngine
+from serving.sampling_messages import GENERATE
 
 FRONTEND = SimpleNamespace(limits=Limits(), config=EngineConfig(), tokenizer=None)
 FIELDS = {
@@ -29,6 +31,18 @@ FIELDS = {
     "presence_penalty": 2.0,
     "ignore_eos": True,
     "stop_ids": (5, 6),
+    "max_tokens": 98,
+    "temperature": 0.75,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.25,
+    "seed": 11,
+    "stop": ("a", "b"),
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "logprobs": 2,
+    "prompt_logprobs": 1,
+    "num_speculative_tokens": 2,
 }
 
 
@@ -53,24 +67,14 @@ def over_http(kind: type, **others):
 
 def over_peagle(name: str, value: object) -> SamplingParams:
     request = peagle_v1_pb2.GenerateRequest(text="a")
-    part = (
-        request.stopping if name in ("min_tokens", "ignore_eos", "stop_ids") else request.sampling
-    )
-    field = getattr(part, json_name(name))
-    if isinstance(value, dict):
-        field.update(value)
-    elif name == "allowed_token_ids":
-        field.ids.extend(value)
-    elif isinstance(value, tuple):
-        field.extend(value)
-    else:
-        setattr(part, name, value)
+    GENERATE.write(request, {name: value})
     return Generation(FRONTEND)._params(request)
 
 
 def over_vllm(name: str, value: object) -> SamplingParams:
     params = vllm_engine_pb2.SamplingParams(**{json_name(name): value})
-    return VllmEngine(FRONTEND)._params(params, None)
+    request = vllm_engine_pb2.GenerateRequest(sampling_params=params)
+    return VllmEngine(FRONTEND)._params(request, None)
 
 
 def over_open_inference(name: str, value: object) -> SamplingParams:
@@ -85,16 +89,30 @@ APIS = {
     "VllmEngine": over_vllm,
     "Open Inference": over_open_inference,
 }
-ABSENT = {("VllmEngine", "allowed_token_ids"), ("VllmEngine", "bad_words")}
-"""The protocol has no such field; unknown fields of its messages are refused by number."""
+ROUTES = ("max_tokens", "logprobs", "prompt_logprobs")
+"""Each route of HTTP has these in its own form."""
+ABSENT = {
+    "VllmEngine": (
+        *("allowed_token_ids", "bad_words", "num_speculative_tokens"),
+        *("include_stop_str_in_output", "skip_special_tokens"),
+    ),
+    "Open Inference": ("logprobs", "prompt_logprobs"),
+    "peagle.v1": ("include_stop_str_in_output", "skip_special_tokens"),
+    "completions": ROUTES,
+    "chats": ROUTES,
+}
+"""Options that a protocol does not have, or that its client applies."""
+
+
+def test_every_option_is_tried():
+    assert options_of(SamplingParams).keys() == FIELDS.keys()
 
 
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("api", APIS)
 def test_a_field_reaches_the_parameters(api, name):
     value = FIELDS[name]
-    if (api, name) in ABSENT:
-        assert name not in vllm_engine_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+    if name in ABSENT[api]:
         return
     got = getattr(APIS[api](name, value), name)
     want = getattr(SamplingParams(**{name: value}), name)
@@ -138,7 +156,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("api", APIS)
 def test_a_value_out_of_range_is_refused_in_a_short_message_that_names_the_field(api, name):
-    for value in WRONG[name] if (api, name) not in ABSENT else ():
+    for value in WRONG[name] if name not in ABSENT[api] else ():
         with pytest.raises(ServiceError) as caught:
             APIS[api](name, value)
         assert caught.value.field.endswith(name)

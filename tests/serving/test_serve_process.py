@@ -227,8 +227,8 @@ def test_a_server_needs_nobody_who_reads_its_output(folders, environment, output
 
 def test_a_process_that_hangs_ends_in_time_with_its_children():
     code = (
-        "import threading; from serving.children import Children; children = Children();"
-        "children.end_within(0.5); print(children._engine_process.pid, flush=True); threading.Event().wait()"
+        "import threading; from serving.engine_child import EngineChild; child = EngineChild();"
+        "child.end_within(0.5); print(child._process.pid, flush=True); threading.Event().wait()"
     )
     made = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=False

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from peagle_jax.config import ConfigError
-from serving.option_types import num_bytes
-from serving.settings import Settings, engine_config
+from peagle_jax.options import options_of
+from serving.settings import Settings, engine_config, num_bytes
 from serving.sources import PREFIX, parser, resolve
 
-NAMES = list(Settings.model_fields)
+NAMES = list(options_of(Settings))
 
 
 def settings(*arguments: str, **environment: str) -> Settings:
@@ -64,7 +64,7 @@ def test_every_option_exists_in_all_three_places(file):
         prefill_chunk=77, prefill_rows=3, small_prefills=True,
         allowed_origins="http://a:1", max_connections=7, max_connections_per_address=3, otlp_endpoint="http://host:4317",
         adaptive="off",
-        selector=False, draft_sampling="sample", verify_method="block", api_processes=2, ready="first", compile_only=True,
+        selector=False, draft_sampling="sample", verify_method="block", ready="first", compile_only=True,
     )  # fmt: skip
     tls = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
     together = dict.fromkeys(tls, tls)
@@ -130,13 +130,13 @@ def test_negations_and_words_for_truth(file):
         ("port: 1\nport: 2", "line 2: port: stands there twice"),
         ("max-n: 1\nmax_n: 2", "line 2: max_n: stands there twice"),
         ("config: other.yaml", "there is no option 'config'"),
-        ("port: some", "port: 'some' must be of type int"),
-        ("port: 1.5", "port: '1.5' must be of type int"),
-        ("port: .inf", "must be of type int"),
-        ("port: true", "port: True must be of type int"),
-        ("port:", "port: None must be of type int"),
-        ("port: [1]", "port: [1] must be of type int"),
-        ("host: {a: 1}", "must be of type str"),
+        ("port: some", "port: 'some' must be a whole number"),
+        ("port: 1.5", "port: '1.5' must be a whole number"),
+        ("port: .inf", "must be a whole number"),
+        ("port: true", "port: True must be a whole number"),
+        ("port:", "port: None must be a whole number"),
+        ("port: [1]", "port: [1] must be a whole number"),
+        ("host: {a: 1}", "must be a text"),
         ("dtype: float16", "'float16' must be one of auto, float32, bfloat16"),
         ("no-cache: perhaps", "'perhaps' must be true or false"),
         ("- port", "must hold options"),
@@ -158,8 +158,8 @@ def test_negations_and_words_for_truth(file):
         ("reflection: !!bool some", "cannot be read as YAML (the value does not fit its tag)"),
         ("port: !!timestamp some", "cannot be read as YAML (the value does not fit its tag)"),
         ("num-speculative-tokens-per-batch-size: [[1, 8, 7]]", "is removed: adaptive load finds"),
-        ("kv-cache-memory: " + "9" * 400, "is not a size"),
-        ("kv-cache-memory: " + "9" * 308 + "tb", "is not a size"),
+        ("kv-cache-memory: " + "9" * 400, "must be a size"),
+        ("kv-cache-memory: " + "9" * 308 + "tb", "must be a size"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_with_its_place(file, text, word):
@@ -204,7 +204,7 @@ def test_a_missing_file_is_named():
             "2",
             "variable PEAGLE_MAX_NUM_SEQ: there is no option 'max_num_seq'",
         ),
-        ("PEAGLE_PORT", "x", "variable PEAGLE_PORT: 'x' must be of type int"),
+        ("PEAGLE_PORT", "x", "variable PEAGLE_PORT: 'x' must be a whole number"),
         ("PEAGLE_METHOD", "medusa", "must be one of peagle, eagle3, none"),
         ("PEAGLE_TLS_CERT", "", "tls_cert='' must be left out or given"),
         ("PEAGLE_SERVICE_PORT", "50051", "enableServiceLinks: false"),
@@ -281,7 +281,7 @@ def test_a_command_line_that_is_wrong_is_one_line(arguments, capsys):
         (dict(drain_seconds=-1.0), "drain_seconds=-1"),
         (dict(max_request_seconds=float("nan")), "max_request_seconds=nan"),
         (dict(stats_seconds=float("inf")), "stats_seconds=inf"),
-        (dict(kv_cache_memory="8 gigs"), "not a size"),
+        (dict(kv_cache_memory="8 gigs"), "must be a size"),
         (dict(tls_cert="a"), "tls_cert and tls_key belong together"),
         (dict(tls_client_ca="a"), "tls_client_ca"),
         (dict(method="none", drafter="a"), "takes no drafter"),
@@ -327,7 +327,7 @@ def test_open_doors_are_warned_of():
 
 def test_help_tells_of_every_option_once_with_its_default():
     text = parser().format_help()
-    options = text[text.index("\nwhat is served:") :]
+    options = text[text.index("\nengine, all of") :]
     for name in NAMES:
         found = re.findall(rf"^  --{name.replace('_', '-')}[\s,]", options, re.MULTILINE)
         assert len(found) == 1, name
@@ -369,5 +369,4 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XB", "1e9"])
 def test_what_is_no_size(text):
-    with pytest.raises(ConfigError, match="not a size"):
-        num_bytes(text)
+    assert num_bytes(text) is None

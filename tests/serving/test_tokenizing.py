@@ -283,7 +283,7 @@ PROMPTS = {
 def hurried(make_engine):
     """A server whose only tokenizer thread is busy until the test releases it, and its tokenizer."""
     held = Held()
-    limits = Limits(max_seconds=0.3, tokenizer_threads=1)
+    limits = Limits(max_request_seconds=0.3, tokenizer_threads=1)
     server = LiveServer(make_engine(), http=True, limits=limits)
     server.call(setattr, server.frontend, "_encoder", Encoder(held, limits, max_model_len=1 << 20))
     yield server, held

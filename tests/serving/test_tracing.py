@@ -1,6 +1,5 @@
 """Spans of requests: children of the client's, with the numbers of the request."""
 
-import builtins
 import threading
 import time
 
@@ -8,6 +7,7 @@ import grpc
 import httpx
 import pytest
 
+from peagle_jax import extras
 from peagle_jax.config import ConfigError
 from serving import tracing
 from serving.limits import Limits
@@ -129,7 +129,7 @@ def test_without_a_parent_the_span_is_a_root(server, spans, headers):
 
 
 def test_errors_are_recorded_in_the_span(server, spans, monkeypatch, pace):
-    monkeypatch.setattr(server.frontend.admission, "limits", Limits(max_seconds=0.5))
+    monkeypatch.setattr(server.frontend.admission, "limits", Limits(max_request_seconds=0.5))
 
     ended: list = []
 
@@ -172,14 +172,7 @@ def test_closing_does_not_wait_for_a_collector_that_is_not_there(monkeypatch):
 
 
 def test_without_opentelemetry_the_option_says_what_to_install(monkeypatch):
-    real = builtins.__import__
-
-    def missing(name, *rest, **more):
-        if name.startswith("opentelemetry"):
-            raise ImportError(f"No module named {name!r}")
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setattr(extras, "is_installed", lambda name: "opentelemetry" not in name)
     with pytest.raises(ConfigError, match=r"pip install 'peagle-jax\[tracing\]'"):
         Tracer.to("http://localhost:4317", "tiny")
 

@@ -4,15 +4,29 @@ arrays."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.host.prefill_shapes import PrefillShape, choose_shape, full_shape
 from peagle_jax.engine.host.request import Request, RingCopy
-from peagle_jax.engine.structured.grammar import Matcher, masks_of
 from peagle_jax.method.plan import ControlsPlan, DecodePlan, PrefillPlan, RequestParams
+
+if TYPE_CHECKING:
+    from peagle_jax.engine.structured.grammar import Matcher
+
+Window = tuple["Matcher | None", Sequence[int]]
+"""The constraint of a row, and the drafts that the call verifies."""
+
+
+def _masks(rows: Sequence[Window], *, size: int, height: int) -> np.ndarray | None:
+    """See `masks_of`, which needs llguidance: only a call with a constrained row imports it."""
+    if all(matcher is None for matcher, _ in rows):
+        return None
+    from peagle_jax.engine.structured.grammar import masks_of
+
+    return masks_of(rows, size=size, height=height)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +86,7 @@ class PrefillCall:
             controls=controls,
             restores=restores,
             scores=scores,
-            mask=masks_of([(matcher, ()) for matcher in matchers], size=R, height=1),
+            mask=_masks([(matcher, ()) for matcher in matchers], size=R, height=1),
         )
 
     def samples(self, row: int) -> bool:
@@ -162,7 +176,7 @@ class DecodeCall:
             newest=np.full(size, -1, np.int32),
         )
         drafted = tuple(min(num_draft, r.num_draft, r.pending) for r in rows)
-        windows: list[tuple[Matcher | None, Sequence[int]]] = []
+        windows: list[Window] = []
         for row, (request, count) in enumerate(zip(rows, drafted, strict=True)):
             if request.matcher is not None:
                 forced = request.force_drafts(count)
@@ -173,7 +187,7 @@ class DecodeCall:
             shape=shape,
             drafted=drafted,
             plan=plan,
-            mask=masks_of(windows, size=size, height=num_draft + 1),
+            mask=_masks(windows, size=size, height=num_draft + 1),
             repeat=1 if any(request.needs_branch for request in rows) else repeat,
         )
 

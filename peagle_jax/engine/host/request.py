@@ -10,13 +10,15 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from peagle_jax.engine.host.pages import Salt
-from peagle_jax.engine.structured.grammar import Matcher
 from peagle_jax.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from peagle_jax.engine.structured.grammar import Matcher
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -116,7 +118,7 @@ class Request:
     reads_prefix_cache: bool = True
     banned_ids: tuple[int, ...] = ()
     """Token ids of `params.bad_words`."""
-    matcher: Matcher | None = None
+    matcher: "Matcher | None" = None
 
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None

@@ -1,0 +1,38 @@
+"""Packages that only some installations have (`pip install 'peagle-jax[EXTRA]'`)."""
+
+from importlib.util import find_spec
+
+from peagle_jax.errors import ConfigError
+
+PACKAGES = {
+    "gguf": ("gguf",),
+    "plots": ("matplotlib",),
+    "serve": (
+        *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "llguidance"),
+        *("prometheus_client", "pydantic", "starlette", "uvicorn"),
+    ),
+    "structured": ("llguidance",),
+    "tracing": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"),
+}
+"""The packages of each extra, by the names under which Python imports them."""
+
+
+def check_installed(extra: str, what: str) -> None:
+    """Raises `ConfigError` if a package of an extra is missing.
+
+    Args:
+      what: what needs the extra, as the subject of a sentence.
+    """
+    for name in PACKAGES[extra]:
+        if not is_installed(name):
+            command = f"python -m pip install 'peagle-jax[{extra}]'"
+            in_clone = f"in a clone python -m pip install -e '.[{extra}]'"
+            raise ConfigError(f"{what} needs the package {name}: {command}, or {in_clone}")
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package, or one within another, can be imported. It is not imported."""
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
