@@ -147,7 +147,7 @@ def store_logits(sender: Messages, totals_reg: jax.Array, logits_gmem: Any) -> N
         expert = lanes.plus(
             lanes.times(lanes.scalar(block), experts), lanes.right(thread, BLOCKS.bit_length() - 1)
         )
-        row = lanes.plus(lanes.scalar(first), lanes.times(lanes.both(thread, BLOCKS - 1), count))
+        row = lanes.plus(lanes.scalar(first), lanes.times(lanes.bit_and(thread, BLOCKS - 1), count))
         to = lanes.global_address(logits)
         for i in range(count):
             at = lanes.plus(row, i)
