@@ -6,25 +6,22 @@ the message, so a row's bits would depend on the other rows of its batch. Withou
 here is the identity, and a program for one device has no operation more.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import add_in_order
 from pallas_kernels.moe.api import Mixture
 from pallas_kernels.peer_gather import api as peer_gather
 
 AXIS = "model"
 """Name of the mesh axis."""
-
-_size: ContextVar[int] = ContextVar("devices of the step", default=1)
-_messages: ContextVar["Messages | None"] = ContextVar("messages of the step", default=None)
 
 
 class Messages:
@@ -42,15 +39,18 @@ class Messages:
         """`peer_gather.gather_sum`; None where parts are no message: too large, or `is_nested`."""
         if self.is_nested or peer_gather.refusal(parts, dtype):
             return None
-        sums, self.links = peer_gather.gather_sum(parts, dtype, self.links, **_everywhere())
+        sums, self.links = peer_gather.gather_sum(
+            parts, dtype, self.links, num_devices=size(), axis=AXIS
+        )
         return sums
 
     def gather_mixture(self, mixture: Mixture, num_rows: int) -> jax.Array | None:
         """`peer_gather.gather_mixture`; None as above."""
         if self.is_nested or peer_gather.mixture_refusal(mixture, num_rows):
             return None
-        how = _everywhere()
-        sums, self.links = peer_gather.gather_mixture(mixture, num_rows, self.links, **how)
+        sums, self.links = peer_gather.gather_mixture(
+            mixture, num_rows, self.links, num_devices=size(), axis=AXIS
+        )
         return sums
 
     @property
@@ -65,7 +65,7 @@ def switch[Tree](index: jax.Array, branches: Sequence[Callable[[], Tree]]) -> Tr
     Args:
       index: [] int32, equal on all devices. A device in another branch than its peers would wait for their messages.
     """
-    messages = _messages.get()
+    messages = dispatch.trace().messages
     if messages is None or messages.is_nested:
         return lax.switch(index, branches)
 
@@ -76,7 +76,7 @@ def switch[Tree](index: jax.Array, branches: Sequence[Callable[[], Tree]]) -> Tr
 
 def repeat[Tree](count: int, body: Callable[[jax.Array, Tree], Tree], carry: Tree) -> Tree:
     """`lax.fori_loop(0, count, body, carry)`, whose body may send messages: each run of it takes the table and returns the next one."""
-    messages = _messages.get()
+    messages = dispatch.trace().messages
     if messages is None or messages.is_nested:
         return lax.fori_loop(0, count, body, carry)
 
@@ -92,29 +92,18 @@ def _sending[Tree](work: Callable[[], Tree], links: jax.Array) -> tuple[Tree, ja
         return work(), own.links
 
 
-def _everywhere() -> dict:
-    """Arguments of a message between all devices."""
-    return dict(num_devices=size(), axis=AXIS)
-
-
-@contextlib.contextmanager
-def over(num_devices: int, messages: Messages | None = None) -> Iterator[None]:
+def over(num_devices: int, messages: Messages | None = None) -> AbstractContextManager[None]:
     """Traces for `num_devices` devices along `AXIS`; 1: for arrays that are whole.
 
     Args:
       messages: gathers arrays where it can; XLA's collectives gather the others.
     """
-    tokens = _size.set(num_devices), _messages.set(messages)
-    try:
-        yield
-    finally:
-        _size.reset(tokens[0])
-        _messages.reset(tokens[1])
+    return dispatch.traced(num_devices=num_devices, messages=messages)
 
 
 def size() -> int:
     """Number of devices that the step is traced for."""
-    return _size.get()
+    return dispatch.trace().num_devices
 
 
 def rank() -> jax.Array:
@@ -124,7 +113,7 @@ def rank() -> jax.Array:
 
 def gathered(x: jax.Array) -> jax.Array:
     """The arrays of all devices by rank: [...] -> [n, ...]. Moves bytes only."""
-    if _messages.get() is None or not (missing := -x.nbytes % peer_gather.MULTIPLE):
+    if dispatch.trace().messages is None or not (missing := -x.nbytes % peer_gather.MULTIPLE):
         return _gathered_sum(x[None], x.dtype)
     padded = jnp.pad(x.reshape(-1), (0, missing // x.dtype.itemsize))
     return _gathered_sum(padded[None], x.dtype)[:, : x.size].reshape(-1, *x.shape)
@@ -132,7 +121,7 @@ def gathered(x: jax.Array) -> jax.Array:
 
 def _gathered_sum(parts: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The sums of the devices' parts [S, ...] in `dtype`, by rank: [n, ...]."""
-    messages = _messages.get()
+    messages = dispatch.trace().messages
     sums = None if messages is None else messages.gather_sum(parts, dtype)
     return lax.all_gather(add_in_order(parts).astype(dtype), AXIS) if sums is None else sums
 
@@ -152,6 +141,6 @@ def parts_of_all(parts: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def mixtures_of_all(mixture: Mixture, num_rows: int) -> jax.Array:
     """The devices' sums of their own experts' results, `mixture.added(num_rows)`, by rank: [n, R, D]."""
-    messages = _messages.get()
+    messages = dispatch.trace().messages
     sums = None if messages is None else messages.gather_mixture(mixture, num_rows)
     return gathered(mixture.added(num_rows)) if sums is None else sums
