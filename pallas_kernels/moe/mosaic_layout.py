@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cluster_send
-from pallas_kernels.moe.mosaic_route import ROWS, padded_experts
+from pallas_kernels.moe.paths import ROWS, padded_experts
 
 
 class Own(NamedTuple):

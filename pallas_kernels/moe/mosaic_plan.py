@@ -25,7 +25,6 @@ from pallas_kernels import cluster_send
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.moe import mosaic_route
 from pallas_kernels.moe.mosaic_layout import Own, Plan, Scratch, scratch_types
-from pallas_kernels.moe.mosaic_route import ROWS
 from pallas_kernels.moe.mosaic_sort import (
     clear_columns,
     clear_masks,
@@ -38,14 +37,7 @@ from pallas_kernels.moe.mosaic_sort import (
     store_masks,
 )
 from pallas_kernels.moe.mosaic_topk import choose, load_logits, softmax
-
-MOST_ROWS, MOST_EXPERTS, MOST_CHOSEN = 256, 128, 64
-
-
-def fits(R: int, E: int, top_k: int) -> bool:
-    """Whether the kernel takes R rows and E experts. The code that adds up a row's powers grows
-    with top_k."""
-    return R <= MOST_ROWS and E <= MOST_EXPERTS and top_k <= MOST_CHOSEN
+from pallas_kernels.moe.paths import ROWS
 
 
 class Results(NamedTuple):
@@ -136,7 +128,7 @@ def plan_rows(
     static_argnames=("top_k", "normalize", "tokens", "shared", "items", "launch", "count"),
 )
 def route_and_plan(
-    logits: jax.Array,  # [R, E] float32, R <= MOST_ROWS
+    logits: jax.Array,  # [R, E] float32, R <= 256, E <= 128
     bias: jax.Array | None,  # [E]
     first: jax.Array | None = None,  # [] or [1] int32
     *,
@@ -161,8 +153,6 @@ def route_and_plan(
       weights float32 [k, R'], slots int32 [k, R'], experts int32 [items'], num_items int32 [64]
       (all equal); R' and items' are the next multiples of 64. Entries past R are unspecified.
     """
-    if not fits(*logits.shape, top_k):
-        raise ValueError(f"{logits.shape=} {top_k=} {tokens=} exceed the limits of this kernel")
     interpreted = launch.interpret is not None
     plan = Plan(*logits.shape, top_k, normalize, tokens, shared, interpreted)
     logits = mosaic_route.pad_for_copy(logits)

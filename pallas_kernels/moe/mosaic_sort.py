@@ -258,12 +258,11 @@ def find_slots(plan: Plan, ids_reg: jax.Array, first_row: Any, scratch: Scratch)
       ids_reg: [k8, rows], the chosen experts.
       first_row: the block's first row.
     """
-    how = plan.tall, plan.interpreted
-    base = lanes.gather(scratch.base_smem, ids_reg, *how)
+    base = lanes.gather(scratch.base_smem, ids_reg, plan.tall, plan.interpreted)
     row = plan.tall_iota(1)
     if plan.shared:
         return base + (row + first_row)
-    masks = lanes.gather(scratch.masks_smem, ids_reg, *how)
+    masks = lanes.gather(scratch.masks_smem, ids_reg, plan.tall, plan.interpreted)
     return base + popcount(masks & ((1 << row) - 1))
 
 

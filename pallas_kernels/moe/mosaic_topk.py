@@ -75,8 +75,7 @@ def choose(
         ],
     )
     def choose_(_, logits, keys, ids):
-        to = lanes.address(keys), lanes.address(ids)
-        found = _choose(plan, lanes.elements(logits), *to)
+        found = _choose(plan, lanes.elements(logits), lanes.address(keys), lanes.address(ids))
         dtypes = jnp.float32, jnp.int32
         return [
             lanes.array(x, shape, dtype, plan.tall) for x, dtype in zip(found, dtypes, strict=True)

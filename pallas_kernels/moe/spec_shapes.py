@@ -5,9 +5,9 @@ from typing import Literal
 
 from pallas_kernels.activations import Activations
 from pallas_kernels.block_gemm.specs import MMA_OF_QUANTIZED_ROWS, Form, chips_of
-from pallas_kernels.moe import api
+from pallas_kernels.moe import paths
 
-CHIPS = api.CHIPS
+CHIPS = paths.CHIPS
 MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 """Required matrix instruction of gate_up and down, by chip."""
 
@@ -18,10 +18,9 @@ class Spec:
     and [E, width, inner].
 
     Attributes:
-      kernel: norm_product is `mosaic_norm_product.norm_and_product`, norm_route
-        `mosaic_norm_route.norm_and_route`, plan `mosaic_plan.route_and_plan`, place
-        `mosaic_place.route_and_place`; sort is the kernel `route` with XLA's worklist, for what
-        `place` does not fit. The other names are those of the functions.
+      kernel: norm_product is `mosaic_norm.norm_and_product`, norm_route
+        `mosaic_norm.norm_and_route`, plan `mosaic_plan.route_and_plan`, place
+        `mosaic_route.route_and_place`. The other names are those of the functions.
       items: items of gate_up and down, about as many as random routing gives; they touch as many
         experts as possible.
       form: format of the experts' weights.
@@ -32,9 +31,7 @@ class Spec:
       activations: "fp8": gate_up and down take quantised rows.
     """
 
-    kernel: Literal[
-        "norm_product", "norm_route", "route", "plan", "place", "sort", "spread", "gate_up", "down"
-    ]
+    kernel: Literal["norm_product", "norm_route", "plan", "place", "spread", "gate_up", "down"]
     rows: int
     items: int = 0
     experts: int = 128
@@ -107,12 +104,7 @@ SPECS = {
     **{f"qwen3-moe-norm-product-{R}": Spec(kernel="norm_product", rows=R) for R in (20, 64, 128)},
     "norm-product-72-bias": Spec(kernel="norm_product", rows=72, parts=8, bias=True),
     "norm-product-64-narrow": Spec(kernel="norm_product", rows=64, parts=8, width=1024),
-    **{f"qwen3-moe-route-{R}": Spec(kernel="route", rows=R) for R in (300, 4096)},
-    **{
-        f"qwen3-moe-{kernel}-{R}": Spec(kernel=kernel, rows=R)
-        for kernel in ("place", "sort")
-        for R in (512, 1024, 4096, 16384)
-    },
+    **{f"qwen3-moe-place-{R}": Spec(kernel="place", rows=R) for R in (512, 1024, 4096, 16384)},
     **{f"qwen3-moe-spread-{R}": Spec(kernel="spread", rows=R) for R in (64, 256, 512, 1024, 4096)},
     **{
         f"gpt-oss-{kernel.replace('_', '-')}-{R}": Spec(
@@ -145,7 +137,6 @@ SPECS = {
     **{f"gpt-oss-plan-{R}": Spec(kernel="plan", rows=R, **GPT_OSS) for R in (8, 64, 256)},
     "qwen3-moe-plan-own-64": Spec(kernel="plan", rows=64, own=64),
     "gpt-oss-place-4096": Spec(kernel="place", rows=4096, **GPT_OSS),
-    "gpt-oss-route-4096": Spec(kernel="route", rows=4096, **GPT_OSS),
     # Of no supported model: Mosaic copies columns by TMA in tiles of 32, so these are padded.
     "experts-60-plan-64": Spec(kernel="plan", rows=64, experts=60, top_k=4),
     "experts-72-place-512": Spec(kernel="place", rows=512, experts=72, top_k=10),

@@ -14,6 +14,7 @@ from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.block_gemm.specs import random_leaf, weight_of
 from pallas_kernels.device import Device
 from pallas_kernels.moe import reference, spec_shapes
+from pallas_kernels.moe.paths import TuningConfig
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.spec_shapes import Spec
 from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items, own_items
@@ -78,16 +79,11 @@ def compared(spec: Spec, results: Any) -> Any:
     between two experts."""
     if spec.kernel == "norm_route":
         return results[:3]
-    if spec.kernel not in ("route", "plan", "place", "sort"):
+    if spec.kernel not in ("plan", "place"):
         return results
-    weights, placed, *work = results
-    made = weights[:, : spec.rows], placed[:, : spec.rows]
-    if not work:
-        return made
-    experts, num_items = work
-    config = _config(spec)
-    items = most_items(spec.rows, spec.experts, spec.top_k, config.tokens, config.shared)
-    return *made, experts[:items], num_items[:1]
+    weights, slots, experts, num_items = results
+    R = spec.rows
+    return weights[:, :R], slots[:, :R], experts[: _most_items(spec)], num_items[:1]
 
 
 def _experts_of_items(spec: Spec, key: jax.Array) -> jax.Array:
@@ -97,16 +93,23 @@ def _experts_of_items(spec: Spec, key: jax.Array) -> jax.Array:
     return chosen[jnp.arange(spec.items) * once // spec.items].astype(jnp.int32)
 
 
-def _config(spec: Spec):
+def _config(spec: Spec) -> TuningConfig:
     """The default's, of the kernel and of its reference alike: on a CPU that of an H200, which the
     interpreter imitates."""
-    from pallas_kernels.moe import mosaic_gpu  # a slow import that references spare
-
     device = dispatch.device()
-    hopper = device.platform == "cpu" or device.sm == 90
-    sizes = spec.rows, spec.experts, spec.top_k
-    forms = dict(hopper=hopper, quantized=spec.quantized, tiled=spec.in_tiles)
-    return mosaic_gpu.TuningConfig.choose(*sizes, **forms)
+    return TuningConfig.choose(
+        spec.rows,
+        spec.experts,
+        spec.top_k,
+        hopper=device.platform == "cpu" or device.sm == 90,
+        quantized=spec.quantized,
+        tiled=spec.in_tiles,
+    )
+
+
+def _most_items(spec: Spec) -> int:
+    config = _config(spec)
+    return most_items(spec.rows, spec.experts, spec.top_k, config.tokens, config.shared)
 
 
 def _x_dtype(spec: Spec) -> jnp.dtype:
@@ -130,35 +133,29 @@ def _made(dtype: jnp.dtype, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _route(spec: Spec) -> tuple[Callable, tuple]:
-    """logits [R, E][, bias [E]] -> weights, ids, both [k, R]."""
-
-    def run(logits, bias=None):
-        if launch := _launch():
-            from pallas_kernels.moe import mosaic_route
-
-            return mosaic_route.route(logits, bias, spec.top_k, True, launch)
-        weights, ids = _route_by_definition(spec, logits, bias)
-        return weights.T, ids.T
-
-    return run, _logits(spec)
-
-
 def _plan(spec: Spec) -> tuple[Callable, tuple]:
     """logits [R, E][, bias [E]][, first []] -> weights, slots [k, R], experts [items], num_items
     [1]; a kernel pads all."""
 
-    def run(logits, *rest):
-        first = rest[-1] if spec.own else None
-        bias = rest[0] if spec.bias else None
+    def run(logits, *more):
+        first = more[-1] if spec.own else None
+        bias = more[0] if spec.bias else None
         config = _config(spec)
-        plan = dict(tokens=config.tokens, shared=config.shared)
         if launch := _launch():
             from pallas_kernels.moe import mosaic_plan
 
-            items = most_items(spec.rows, spec.experts, spec.top_k, **plan)
-            how = dict(top_k=spec.top_k, normalize=True, items=items, count=spec.own or None)
-            return mosaic_plan.route_and_plan(logits, bias, first, launch=launch, **how, **plan)
+            return mosaic_plan.route_and_plan(
+                logits,
+                bias,
+                first,
+                top_k=spec.top_k,
+                normalize=True,
+                tokens=config.tokens,
+                shared=config.shared,
+                items=_most_items(spec),
+                launch=launch,
+                count=spec.own or None,
+            )
         weights, slots, experts, num_items = _sorted_by_definition(spec, logits, bias)
         if first is None:
             return weights, slots, experts, num_items
@@ -174,21 +171,33 @@ def _norm(spec: Spec) -> tuple[Callable, tuple]:
     bias [E]]] -> sum, normed twice [R, width], and as `_plan`; of norm_product the logits float32
     [R, E] instead."""
     dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
-    config = _config(spec)
-    plan = dict(tokens=config.tokens, shared=config.shared)
     is_planned = spec.kernel == "norm_route"
 
     def run(h, parts, scale, weight, bias=None, router_bias=None):
-        given = h, parts, bias, scale, weight
         if launch := _launch(spec.chips):
-            from pallas_kernels.moe import mosaic_norm_product, mosaic_norm_route
+            from pallas_kernels.moe import mosaic_norm
 
-            norm = dict(eps=1e-6, launch=launch, out_dtypes=dtypes)
             if not is_planned:
-                return mosaic_norm_product.norm_and_product(*given, **norm)
-            items = most_items(spec.rows, spec.experts, spec.top_k, **plan)
-            choice = dict(top_k=spec.top_k, normalize=spec.normalize, items=items)
-            return mosaic_norm_route.norm_and_route(*given, router_bias, **norm, **choice, **plan)
+                return mosaic_norm.norm_and_product(
+                    h, parts, bias, scale, weight, eps=1e-6, launch=launch, out_dtypes=dtypes
+                )
+            config = _config(spec)
+            return mosaic_norm.norm_and_route(
+                h,
+                parts,
+                bias,
+                scale,
+                weight,
+                router_bias,
+                eps=1e-6,
+                top_k=spec.top_k,
+                normalize=spec.normalize,
+                tokens=config.tokens,
+                shared=config.shared,
+                items=_most_items(spec),
+                launch=launch,
+                out_dtypes=dtypes,
+            )
         rows = add_rms_norm(h, parts, scale, eps=1e-6, bias=bias, out_dtypes=dtypes)
         logits = linear(rows[1], weight, out_dtype=jnp.float32)
         return *rows, *(
@@ -207,27 +216,17 @@ def _place(spec: Spec) -> tuple[Callable, tuple]:
 
     def run(logits, bias=None):
         if launch := _launch():
-            from pallas_kernels.moe import mosaic_place
-
-            config = _config(spec)
-            items = most_items(spec.rows, spec.experts, spec.top_k, config.tokens, False)
-            how = dict(top_k=spec.top_k, normalize=True, tokens=config.tokens, items=items)
-            return mosaic_place.route_and_place(logits, bias, launch=launch, **how)
-        return _sorted_by_definition(spec, logits, bias)
-
-    return run, _logits(spec)
-
-
-def _sort(spec: Spec) -> tuple[Callable, tuple]:
-    """As `_place`, with the worklist in XLA's code."""
-
-    def run(logits, bias=None):
-        if launch := _launch():
             from pallas_kernels.moe import mosaic_route
 
-            weights, ids = mosaic_route.route(logits, bias, spec.top_k, True, launch)
-            work = make_worklist(ids, spec.experts, _config(spec).tokens, False)
-            return weights, work.slots, work.experts, work.num_items
+            return mosaic_route.route_and_place(
+                logits,
+                bias,
+                top_k=spec.top_k,
+                normalize=True,
+                tokens=_config(spec).tokens,
+                items=_most_items(spec),
+                launch=launch,
+            )
         return _sorted_by_definition(spec, logits, bias)
 
     return run, _logits(spec)
@@ -247,9 +246,9 @@ def _spread(spec: Spec) -> tuple[Callable, tuple]:
 
     def run(x, slots):
         if launch := _launch():
-            from pallas_kernels.moe import mosaic_route
+            from pallas_kernels.quantize import mosaic_gpu
 
-            return mosaic_route.spread(x, slots, size, launch)
+            return mosaic_gpu.spread(x, slots, size, launch)
         copies = jnp.broadcast_to(x, (*slots.shape, spec.width))
         return jnp.zeros((size, spec.width), x.dtype).at[slots].set(copies)
 
@@ -274,7 +273,7 @@ def _gate_up(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
         x = rows
         own = jnp.broadcast_to(x, (spec.items, *x.shape)) if config.shared else x
         both = _products(own.reshape(spec.items, -1, x.shape[-1]), experts, weight)
-        inner = reference._activate(both[..., 0, :], both[..., 1, :], spec.limit)
+        inner = reference.activate(both[..., 0, :], both[..., 1, :], spec.limit)
         return _arranged(spec, inner.reshape(-1, spec.inner).astype(jnp.bfloat16))
 
     rows = config.tokens * (1 if config.shared else spec.items)
@@ -305,10 +304,8 @@ def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
 _BUILD = dict(
     norm_product=_norm,
     norm_route=_norm,
-    route=_route,
     plan=_plan,
     place=_place,
-    sort=_sort,
     spread=_spread,
     gate_up=_gate_up,
     down=_down,

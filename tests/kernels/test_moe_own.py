@@ -9,8 +9,7 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.moe import mosaic_plan, reference
-from pallas_kernels.moe.api import CHIPS
-from pallas_kernels.moe.mosaic_gpu import TuningConfig
+from pallas_kernels.moe.paths import CHIPS, TuningConfig
 from pallas_kernels.moe.worklist import make_worklist, most_items, own_items
 
 pytestmark = pytest.mark.usefixtures("race_free")
