@@ -10,7 +10,7 @@ from pallas_kernels import dispatch, formats
 from pallas_kernels.activations import row_dtype
 from pallas_kernels.block_gemm.api import add_in_order, partial_products
 from pallas_kernels.moe import paths, reference
-from pallas_kernels.moe.paths import Call, Path
+from pallas_kernels.moe.paths import Call, Path, Routing
 from pallas_kernels.moe.reference import Choice, Experts, Mixture
 from pallas_kernels.moe.worklist import Worklist, make_worklist, own_items
 from pallas_kernels.rms_norm.api import add_rms_norm
@@ -143,6 +143,7 @@ def _by_few_kernels(
             out_dtypes=dtypes,
         )
         return stream, _mixed(rows[-1], logits, choice, experts, path)
+    routing = Routing.of(len(rows), len(router.weight), choice, path.config, path.launch)
     stream, *rows, weights, slots, of_items, num_items = mosaic_norm.norm_and_route(
         rows,
         parts,
@@ -150,16 +151,11 @@ def _by_few_kernels(
         norm.scale,
         router.weight,
         choice.bias,
+        routing,
         eps=norm.eps,
-        top_k=choice.top_k,
-        normalize=choice.normalize,
-        tokens=path.config.tokens,
-        shared=path.config.shared,
-        items=path.items,
-        launch=path.launch,
         out_dtypes=dtypes,
     )
-    work = Worklist(of_items, num_items, slots, path.items)
+    work = Worklist(of_items, num_items, slots, routing.items)
     return stream, _sorted_mixture(rows[-1], weights, work, experts, path)
 
 
@@ -183,41 +179,27 @@ def _routed(
     """Weights [k, R'] and the worklist of the rows of `logits`, by kernels; R' >= R."""
     from pallas_kernels.moe import mosaic_plan, mosaic_route
 
-    E, tokens, shared = logits.shape[1], path.config.tokens, path.config.shared
+    R, E = logits.shape
+    routing = Routing.of(R, E, choice, path.config, path.launch)
     first, count = experts.first, len(experts.gate_up.values)
     if path.name in ("norm_product", "plan"):
         weights, slots, of_items, num_items = mosaic_plan.route_and_plan(
-            logits,
-            choice.bias,
-            first,
-            top_k=choice.top_k,
-            normalize=choice.normalize,
-            tokens=tokens,
-            shared=shared,
-            items=path.items,
-            launch=path.launch,
-            count=None if first is None else count,
+            logits, choice.bias, routing, first, None if first is None else count
         )
-        return weights, Worklist(of_items, num_items, slots, path.items)
+        return weights, Worklist(of_items, num_items, slots, routing.items)
     if path.name == "place":
         weights, slots, of_items, num_items = mosaic_route.route_and_place(
-            logits,
-            choice.bias,
-            top_k=choice.top_k,
-            normalize=choice.normalize,
-            tokens=tokens,
-            items=path.items,
-            launch=path.launch,
+            logits, choice.bias, routing
         )
-        work = Worklist(of_items, num_items, slots, path.items)
+        work = Worklist(of_items, num_items, slots, routing.items)
     else:
-        R = len(logits)
         weights, ids, *_ = mosaic_route.route(
             logits, choice.bias, choice.top_k, choice.normalize, path.launch
         )
-        weights, work = weights[:, :R], make_worklist(ids[:, :R], E, tokens, shared)
+        weights = weights[:, :R]
+        work = make_worklist(ids[:, :R], E, routing.tokens, routing.shared)
     if first is not None:
-        work, weights = own_items(work, weights, first, count, tokens)
+        work, weights = own_items(work, weights, first, count, routing.tokens)
     return weights, work
 
 

@@ -41,6 +41,7 @@ from pallas_kernels.moe import mosaic_norm_send, mosaic_plan, mosaic_route
 from pallas_kernels.moe.mosaic_layout import Plan, Scratch, scratch_types
 from pallas_kernels.moe.mosaic_norm_send import BLOCKS, EXPERTS, TILE, Messages, Sizes
 from pallas_kernels.moe.mosaic_plan import Results, plan_rows, prepare
+from pallas_kernels.moe.paths import Routing
 from pallas_kernels.rms_norm.mosaic_gpu import Added, RowNorm
 from pallas_kernels.weight_tiles.codecs import STEP
 from pallas_kernels.weight_tiles.format import Format, fetch_tile, swizzled
@@ -144,19 +145,7 @@ def store_logits(sender: Messages, totals_reg: jax.Array, logits_gmem: Any) -> N
     put(logits_gmem, jnp.int32(sender.first_row), sender.block, totals_reg)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "eps",
-        "top_k",
-        "normalize",
-        "tokens",
-        "shared",
-        "items",
-        "launch",
-        "out_dtypes",
-    ),
-)
+@functools.partial(jax.jit, static_argnames=("eps", "routing", "out_dtypes"))
 def norm_and_route(
     h: jax.Array,  # [R, D] bfloat16
     parts: jax.Array,  # [S, R, D]
@@ -164,14 +153,9 @@ def norm_and_route(
     scale: jax.Array,  # [D]
     weight: jax.Array,  # [E, D] bfloat16, the router's
     router_bias: jax.Array | None,  # [E]
+    routing: Routing,
     *,
     eps: float,
-    top_k: int,
-    normalize: bool,
-    tokens: int,
-    shared: bool,
-    items: int,
-    launch: Launch,
     out_dtypes: tuple[jnp.dtype, ...] = (jnp.dtype(jnp.bfloat16),),
 ) -> tuple[jax.Array, ...]:
     """`add_rms_norm` of h and parts, then the router and `route_and_plan`.
@@ -186,7 +170,7 @@ def norm_and_route(
     """
     (R, D), E = h.shape, weight.shape[0]
     sizes = Sizes(R, D, 8 if R <= 8 else 16)
-    plan = Plan(R, E, top_k, normalize, tokens, shared, launch.interpret is not None)
+    plan, items, launch = Plan.of(R, E, routing), routing.items, routing.launch
     clusters = Clusters(
         sizes, h, parts, bias, scale, weight, eps, out_dtypes, plan.load_shape, launch
     )

@@ -31,7 +31,7 @@ from pallas_kernels.moe.mosaic_sort import (
     store_count,
     store_experts,
 )
-from pallas_kernels.moe.paths import ROWS, WIDTH, padded_experts
+from pallas_kernels.moe.paths import ROWS, WIDTH, Routing, padded_experts
 
 _LAYOUT = plgpu.Layout.WGMMA
 _LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -284,41 +284,33 @@ def _store_weights(total: jax.Array | None, top_k: int, values_smem, weights_gme
 def route_and_place(
     logits: jax.Array,  # [R, E] float32
     bias: jax.Array | None,  # [E]
-    *,
-    top_k: int,
-    normalize: bool,
-    tokens: int,
-    items: int,
-    launch: Launch,
+    routing: Routing,
 ) -> tuple[jax.Array, ...]:
-    """Routes the rows and builds the worklist, as `worklist.make_worklist` with `tokens` and not
-    `shared`.
+    """Routes the rows and builds the worklist, as `worklist.make_worklist`, not `shared`.
 
     Returns:
       weights float32 [k, R'], slots int32 [k, R'], experts int32 [items'], num_items int32 [64]
       (all equal); R' and items' are the next multiples of 64. Entries past R are unspecified.
     """
-    weights, ids, masks, counts = route(logits, bias, top_k, normalize, launch)
-    E = logits.shape[1]
-    return weights, *place(ids, masks, counts, E=E, tokens=tokens, items=items, launch=launch)
+    weights, ids, masks, counts = route(
+        logits, bias, routing.top_k, routing.normalize, routing.launch
+    )
+    return weights, *place(ids, masks, counts, logits.shape[1], routing)
 
 
-@functools.partial(jax.jit, static_argnames=("E", "tokens", "items", "launch"))
+@functools.partial(jax.jit, static_argnames=("E", "routing"))
 def place(
     ids: jax.Array,  # int32 [k, R']
     masks: jax.Array,  # int32 [R' / 64, 4, Ep]
     counts: jax.Array,  # int32 [R' / 64, Ep]
-    *,
     E: int,
-    tokens: int,
-    items: int,
-    launch: Launch,
+    routing: Routing,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The worklist of what `route` has counted: slots, experts and num_items of
     `route_and_place`."""
     top_k, padded_rows = ids.shape
     blocks, Ep = counts.shape
-    interpreted = launch.interpret is not None
+    tokens, interpreted = routing.tokens, routing.launch.interpret is not None
 
     def body(
         ids_gmem,
@@ -377,7 +369,7 @@ def place(
         body,
         out_type=(
             jax.ShapeDtypeStruct((top_k, padded_rows), jnp.int32),
-            jax.ShapeDtypeStruct((pl.cdiv(items, ROWS) * ROWS,), jnp.int32),
+            jax.ShapeDtypeStruct((pl.cdiv(routing.items, ROWS) * ROWS,), jnp.int32),
             jax.ShapeDtypeStruct((ROWS,), jnp.int32),
         ),
         scratch_types=dict(
@@ -391,7 +383,7 @@ def place(
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
         grid=(blocks,),
         grid_names=("block",),
-        interpret=launch.interpret,
+        interpret=routing.launch.interpret,
         kernel_name="moe_place",
     )(ids, masks, counts)
 

@@ -24,7 +24,7 @@ from pallas_kernels import dispatch, formats
 from pallas_kernels.activations import are_quantized, dtype_refusal
 from pallas_kernels.block_gemm.api import CHIPS_OF
 from pallas_kernels.device import Device
-from pallas_kernels.moe.reference import Experts
+from pallas_kernels.moe.reference import Choice, Experts
 from pallas_kernels.moe.worklist import most_items
 
 CHIPS = (90, 100, 120)
@@ -144,6 +144,34 @@ class TuningConfig:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """Static facts of kernels that choose experts and make the worklist.
+
+    Attributes:
+      top_k, normalize: as in `Choice`.
+      tokens, shared: as in `TuningConfig`.
+      items: upper bound of the number of items.
+      launch: None of the reference.
+    """
+
+    top_k: int
+    normalize: bool
+    tokens: int
+    shared: bool
+    items: int
+    launch: dispatch.Launch | None
+
+    @classmethod
+    def of(
+        cls, R: int, E: int, choice: Choice, config: TuningConfig, launch: dispatch.Launch | None
+    ) -> "Routing":
+        """That of R rows and E experts."""
+        tokens, shared = config.tokens, config.shared
+        items = most_items(R, E, choice.top_k, tokens, shared)
+        return cls(choice.top_k, choice.normalize, tokens, shared, items, launch)
+
+
+@dataclass(frozen=True)
 class Path:
     """How a call is computed.
 
@@ -151,13 +179,11 @@ class Path:
       name: "reference", "tpu" or one of `PATHS`.
       launch: of the kernels; None of the reference.
       config: of the kernels of a GPU; None on other paths.
-      items: upper bound of the items of a GPU's worklist.
     """
 
     name: str
     launch: dispatch.Launch | None = None
     config: TuningConfig | None = None
-    items: int = 0
 
 
 def resolve(
@@ -191,8 +217,7 @@ def resolve(
         tiled=kinds == {"fp8_tiles"},
     )
     name = next(name for name, takes in PATHS.items() if takes(call, launch.device))
-    items = most_items(call.R, call.E, call.top_k, config.tokens, config.shared)
-    return Path(name, launch, config, items)
+    return Path(name, launch, config)
 
 
 def _refusal(

@@ -14,10 +14,10 @@ from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.block_gemm.specs import random_leaf, weight_of
 from pallas_kernels.device import Device
 from pallas_kernels.moe import reference, spec_shapes
-from pallas_kernels.moe.paths import TuningConfig
-from pallas_kernels.moe.reference import ExpertWeights
+from pallas_kernels.moe.paths import Routing, TuningConfig
+from pallas_kernels.moe.reference import Choice, ExpertWeights
 from pallas_kernels.moe.spec_shapes import Spec
-from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items, own_items
+from pallas_kernels.moe.worklist import Worklist, make_worklist, own_items
 from pallas_kernels.rms_norm.api import add_rms_norm
 
 CHIPS, MMA, SPECS = spec_shapes.CHIPS, spec_shapes.MMA, spec_shapes.SPECS
@@ -83,7 +83,7 @@ def compared(spec: Spec, results: Any) -> Any:
         return results
     weights, slots, experts, num_items = results
     R = spec.rows
-    return weights[:, :R], slots[:, :R], experts[: _most_items(spec)], num_items[:1]
+    return weights[:, :R], slots[:, :R], experts[: _routing(spec, None).items], num_items[:1]
 
 
 def _experts_of_items(spec: Spec, key: jax.Array) -> jax.Array:
@@ -107,9 +107,10 @@ def _config(spec: Spec) -> TuningConfig:
     )
 
 
-def _most_items(spec: Spec) -> int:
-    config = _config(spec)
-    return most_items(spec.rows, spec.experts, spec.top_k, config.tokens, config.shared)
+def _routing(spec: Spec, launch: dispatch.Launch | None) -> Routing:
+    """`launch` is None of the reference, which has the same items."""
+    choice = Choice(spec.top_k, spec.normalize)
+    return Routing.of(spec.rows, spec.experts, choice, _config(spec), launch)
 
 
 def _x_dtype(spec: Spec) -> jnp.dtype:
@@ -144,18 +145,8 @@ def _plan(spec: Spec) -> tuple[Callable, tuple]:
         if launch := _launch():
             from pallas_kernels.moe import mosaic_plan
 
-            return mosaic_plan.route_and_plan(
-                logits,
-                bias,
-                first,
-                top_k=spec.top_k,
-                normalize=True,
-                tokens=config.tokens,
-                shared=config.shared,
-                items=_most_items(spec),
-                launch=launch,
-                count=spec.own or None,
-            )
+            routing = _routing(spec, launch)
+            return mosaic_plan.route_and_plan(logits, bias, routing, first, spec.own or None)
         weights, slots, experts, num_items = _sorted_by_definition(spec, logits, bias)
         if first is None:
             return weights, slots, experts, num_items
@@ -181,23 +172,9 @@ def _norm(spec: Spec) -> tuple[Callable, tuple]:
                 return mosaic_norm.norm_and_product(
                     h, parts, bias, scale, weight, eps=1e-6, launch=launch, out_dtypes=dtypes
                 )
-            config = _config(spec)
-            return mosaic_norm.norm_and_route(
-                h,
-                parts,
-                bias,
-                scale,
-                weight,
-                router_bias,
-                eps=1e-6,
-                top_k=spec.top_k,
-                normalize=spec.normalize,
-                tokens=config.tokens,
-                shared=config.shared,
-                items=_most_items(spec),
-                launch=launch,
-                out_dtypes=dtypes,
-            )
+            arrays = h, parts, bias, scale, weight, router_bias
+            routing = _routing(spec, launch)
+            return mosaic_norm.norm_and_route(*arrays, routing, eps=1e-6, out_dtypes=dtypes)
         rows = add_rms_norm(h, parts, scale, eps=1e-6, bias=bias, out_dtypes=dtypes)
         logits = linear(rows[1], weight, out_dtype=jnp.float32)
         return *rows, *(
@@ -218,15 +195,7 @@ def _place(spec: Spec) -> tuple[Callable, tuple]:
         if launch := _launch():
             from pallas_kernels.moe import mosaic_route
 
-            return mosaic_route.route_and_place(
-                logits,
-                bias,
-                top_k=spec.top_k,
-                normalize=True,
-                tokens=_config(spec).tokens,
-                items=_most_items(spec),
-                launch=launch,
-            )
+            return mosaic_route.route_and_place(logits, bias, _routing(spec, launch))
         return _sorted_by_definition(spec, logits, bias)
 
     return run, _logits(spec)

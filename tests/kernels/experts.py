@@ -39,5 +39,11 @@ def moe(
     return Mixture(values, weights.T, work.slots).added(R)
 
 
+def without(monkeypatch, *names: str) -> None:
+    """Calls take no path of these names."""
+    left = {name: takes for name, takes in paths.PATHS.items() if name not in names}
+    monkeypatch.setattr(paths, "PATHS", left)
+
+
 def route(logits: jax.Array, top_k: int, *, normalize: bool) -> tuple[jax.Array, jax.Array]:
     return reference.route(jnp.asarray(logits), top_k, normalize)

@@ -10,13 +10,12 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.device import Device
 from pallas_kernels.formats import BLOCK
-from pallas_kernels.moe import mosaic_gpu, mosaic_plan, mosaic_route, paths
-from pallas_kernels.moe.paths import CHIPS, TuningConfig
-from pallas_kernels.moe.reference import ExpertWeights, Mixture
-from pallas_kernels.moe.worklist import most_items
+from pallas_kernels.moe import mosaic_gpu, mosaic_plan, mosaic_route
+from pallas_kernels.moe.paths import CHIPS, Routing, TuningConfig
+from pallas_kernels.moe.reference import Choice, ExpertWeights, Mixture
 from pallas_kernels.quantize import mosaic_gpu as copies
 from tests.kernels.compiled import dequantize, make_worklist, routed
-from tests.kernels.experts import mixture, moe
+from tests.kernels.experts import mixture, moe, without
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -51,16 +50,8 @@ def plan(logits, bias, k: int, *, normalize=True, config: TuningConfig | None = 
     """What `route_and_plan` makes for `mixture`."""
     R, E = logits.shape
     config = config or TuningConfig.choose(R, E, k, hopper=True, quantized=False)
-    cut = dict(tokens=config.tokens, shared=config.shared)
-    return mosaic_plan.route_and_plan(
-        logits,
-        bias,
-        top_k=k,
-        normalize=normalize,
-        items=most_items(R, E, k, **cut),
-        launch=launch(),
-        **cut,
-    )
+    routing = Routing.of(R, E, Choice(k, normalize), config, launch())
+    return mosaic_plan.route_and_plan(logits, bias, routing)
 
 
 def assert_weights(found: jax.Array, wanted: np.ndarray):
@@ -346,9 +337,9 @@ def test_more_rows_than_one_block_plans_give_the_same_mixture(monkeypatch, R, fo
     """Then two kernels route and make the worklist, or one kernel and plain jnp."""
     weights, x, logits = experts(form, E=16, F=64), rows(R), logits_of(R, 16)
     planned = mix(x, logits, weights)
-    monkeypatch.delitem(paths.PATHS, "plan")
+    without(monkeypatch, "plan")
     assert np.array_equal(mix(x, logits, weights), planned)
-    monkeypatch.delitem(paths.PATHS, "place")
+    without(monkeypatch, "place")
     monkeypatch.setattr(copies, "spread", in_slots)
     assert np.array_equal(mix(x, logits, weights), planned)
 

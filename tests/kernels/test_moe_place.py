@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.moe import mosaic_route, paths
-from pallas_kernels.moe.paths import CHIPS
-from pallas_kernels.moe.reference import ExpertWeights
-from pallas_kernels.moe.worklist import most_items
+from pallas_kernels.moe import mosaic_route
+from pallas_kernels.moe.paths import CHIPS, Routing, TuningConfig
+from pallas_kernels.moe.reference import Choice, ExpertWeights
 from tests.kernels.compiled import make_worklist, routed
-from tests.kernels.experts import mixture
+from tests.kernels.experts import mixture, without
 
 pytestmark = pytest.mark.sampled(1, slow=3)
 
@@ -29,12 +28,10 @@ def launch() -> dispatch.Launch:
 def assert_placed(logits, bias, k: int, tokens: int, *, normalize: bool = True) -> None:
     """All results of `route_and_place`, beside the worklist in jnp and the kernel `route`."""
     R, E = logits.shape
-    items = most_items(R, E, k, tokens, False)
+    config = TuningConfig(tokens, False, (2, 2))
+    routing = Routing.of(R, E, Choice(k, normalize), config, launch())
     weights, slots, experts, num_items = map(
-        np.asarray,
-        mosaic_route.route_and_place(
-            logits, bias, top_k=k, normalize=normalize, tokens=tokens, items=items, launch=launch()
-        ),
+        np.asarray, mosaic_route.route_and_place(logits, bias, routing)
     )
     biased = logits if bias is None else logits + bias.astype(jnp.float32)
     _, ids = routed(biased, k, normalize)
@@ -91,9 +88,9 @@ def test_a_mixture_is_the_same_with_either_worklist(monkeypatch, first):
     run = lambda: mixture(
         x, logits, *weights, top_k=2, normalize=True, first=at, implementation="mosaic_gpu"
     ).added(R)
-    monkeypatch.delitem(paths.PATHS, "plan")
+    without(monkeypatch, "plan")
     with monkeypatch.context() as patch:
-        patch.delitem(paths.PATHS, "place")
+        without(patch, "place")
         wanted = run()
     calls = []
     place = mosaic_route.route_and_place

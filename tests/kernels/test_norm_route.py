@@ -11,11 +11,11 @@ import pytest
 
 from pallas_kernels import dispatch, fp8_tiles
 from pallas_kernels.block_gemm.api import linear
-from pallas_kernels.moe import api, mosaic_norm, mosaic_norm_send, mosaic_plan, paths
-from pallas_kernels.moe.paths import CHIPS, TuningConfig
+from pallas_kernels.moe import api, mosaic_norm, mosaic_norm_send, mosaic_plan
+from pallas_kernels.moe.paths import CHIPS, Routing, TuningConfig
 from pallas_kernels.moe.reference import Choice, Experts, ExpertWeights
-from pallas_kernels.moe.worklist import most_items
 from pallas_kernels.rms_norm import mosaic_gpu as rms_norm
+from tests.kernels.experts import without
 
 race_free = pytest.mark.usefixtures("race_free")
 EXPERTS, CHOSEN = 128, 8
@@ -45,15 +45,13 @@ def assert_same_bits(args: list, *, normalize: bool = True) -> None:
     h, parts, bias, scale, weight, router_bias = args
     R = len(h)
     config = TuningConfig.choose(R, EXPERTS, CHOSEN, hopper=True, quantized=False)
-    cut = dict(tokens=config.tokens, shared=config.shared)
-    items = most_items(R, EXPERTS, CHOSEN, **cut)
-    how = dict(top_k=CHOSEN, normalize=normalize, items=items, launch=launch(), **cut)
+    routing = Routing.of(R, EXPERTS, Choice(CHOSEN, normalize), config, launch())
     added = rms_norm.Added(parts, bias=bias)
     norm = dict(eps=1e-6, out_dtypes=DTYPES)
     rows = rms_norm.add_rms_norm(h, added, scale, inner_eps=None, launch=launch(), **norm)
     logits = linear(rows[1], weight, out_dtype=jnp.float32, implementation="mosaic_gpu")
-    wanted = *rows, *mosaic_plan.route_and_plan(logits, router_bias, **how)
-    found = mosaic_norm.norm_and_route(*args, **norm, **how)
+    wanted = *rows, *mosaic_plan.route_and_plan(logits, router_bias, routing)
+    found = mosaic_norm.norm_and_route(*args, routing, **norm)
     count = int(wanted[-1][0])
     for one, other in zip(specified(wanted, R, count), specified(found, R, count), strict=True):
         assert one.tobytes() == other.tobytes()
@@ -140,8 +138,7 @@ def test_a_mixture_with_its_norm_has_the_bits_of_both_alone(monkeypatch):
     found = run()
     assert [call["out_dtypes"] for call in calls] == [DTYPES]
     referred = run("reference")
-    for path in ("norm_route", "norm_product"):
-        monkeypatch.delitem(paths.PATHS, path)
+    without(monkeypatch, "norm_route", "norm_product")
     wanted = run()
     assert len(calls) == 1
     assert found[0].shape == (R, 1, D)
@@ -174,7 +171,7 @@ def test_a_mixture_of_more_rows_gets_what_both_alone_give_it(monkeypatch):
         return stream, rows, logits
 
     found = run()
-    monkeypatch.delitem(paths.PATHS, "norm_product")
+    without(monkeypatch, "norm_product")
     for one, other in zip(found, run(), strict=True):
         assert np.array_equal(one, other)
 
@@ -265,9 +262,9 @@ def test_parts_that_do_not_fit_are_refused(monkeypatch, parts, said):
 
 
 def test_the_router_reads_bfloat16():
-    how = dict(eps=1e-6, top_k=CHOSEN, normalize=True, tokens=8, shared=True, items=16)
+    routing = Routing(CHOSEN, True, 8, True, 16, launch())
     with pytest.raises(ValueError, match="bfloat16 rows"):
-        mosaic_norm.norm_and_route(*given(1, 1024), launch=launch(), out_dtypes=DTYPES[::-1], **how)
+        mosaic_norm.norm_and_route(*given(1, 1024), routing, eps=1e-6, out_dtypes=DTYPES[::-1])
     with pytest.raises(ValueError, match="bfloat16 rows"):
         mosaic_norm.norm_and_product(
             *given(1, 1024)[:-1], eps=1e-6, launch=launch(), out_dtypes=DTYPES[::-1]
