@@ -236,9 +236,18 @@ def _gate_up(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
         if launch := _launch(spec.chips):
             from pallas_kernels.moe import mosaic_gpu
 
-            items = (experts, num_items, spec.items)
-            options = (spec.limit, config, launch, spec.arranged, *_scale_of(spec, leaves))
-            return mosaic_gpu.gate_up(x, weight, *items, *options)
+            return mosaic_gpu.gate_up(
+                x,
+                weight,
+                experts,
+                num_items,
+                spec.items,
+                spec.limit,
+                config,
+                launch,
+                spec.arranged,
+                _scale_of(spec, leaves),
+            )
         x = rows
         own = jnp.broadcast_to(x, (spec.items, *x.shape)) if config.shared else x
         both = _products(own.reshape(spec.items, -1, x.shape[-1]), experts, weight)
@@ -260,9 +269,17 @@ def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
         if launch := _launch(spec.chips):
             from pallas_kernels.moe import mosaic_gpu
 
-            items = (experts, num_items, spec.items)
-            options = (config, launch, spec.arranged, *_scale_of(spec, leaves))
-            return mosaic_gpu.down(inner, weight, *items, *options)
+            return mosaic_gpu.down(
+                inner,
+                weight,
+                experts,
+                num_items,
+                spec.items,
+                config,
+                launch,
+                spec.arranged,
+                _scale_of(spec, leaves),
+            )
         own = rows.reshape(spec.items, -1, rows.shape[-1])
         made = _products(own, experts, weight, lambda columns: _arranged(spec, columns))
         return made.reshape(-1, spec.width).astype(jnp.bfloat16)
@@ -300,15 +317,15 @@ def _items(spec: Spec, rows: int, K: int, outputs: tuple[int, ...]) -> tuple:
     )
 
 
-def _scale_of(spec: Spec, leaves: tuple) -> tuple:
-    """The scale of x among the last arguments of gate_up or down, if it has one."""
-    return leaves[-1:] if spec.quantized else ()
+def _scale_of(spec: Spec, leaves: tuple) -> jax.Array | None:
+    """The scale of x, the last argument of gate_up or down, if it has one."""
+    return leaves[-1] if spec.quantized else None
 
 
 def _weight(spec: Spec, leaves: tuple) -> ExpertWeights:
-    values, *rest = leaves
-    scale = None if spec.form == "bf16" else rest.pop(0)
-    return ExpertWeights(values, scale, *rest)
+    values, *others = leaves
+    scale = None if spec.form == "bf16" else others.pop(0)
+    return ExpertWeights(values, scale, *others)
 
 
 def _route_by_definition(spec: Spec, logits, bias) -> tuple[jax.Array, jax.Array]:

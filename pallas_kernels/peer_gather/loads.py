@@ -39,8 +39,8 @@ class SumLoads:
             loaded.append(words)
         if self._num_parts == 1 and not self._rounded:
             return loaded[0]
-        total, *rest = [[_float(word) for word in words] for words in loaded]
-        for words in rest:
+        total, *others = [[_float(word) for word in words] for words in loaded]
+        for words in others:
             total = [_added(x, y) for x, y in zip(total, words, strict=True)]
         return (
             _bfloat16(total)

@@ -115,9 +115,9 @@ def _exchange(
         *refs,  # operands, links [LINKS] int32, out [n, *shape]
     ):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs) + (plgpu.Layout.WG_SPLAT(()),))
-        def exchange(_, *given):
-            *sources, links, out = map(address_of, given[:-1])
-            block = given[-1].registers.flat[0]
+        def exchange(_, *refs_and_block):
+            *sources, links, out = map(address_of, refs_and_block[:-1])
+            block = refs_and_block[-1].registers.flat[0]
             _emit(loads_of(*sources), links, out, block, num_devices, num_units, each)
 
         exchange(*refs, lax.axis_index("block"))

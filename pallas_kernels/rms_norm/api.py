@@ -90,8 +90,9 @@ def add_rms_norm(
     launch = _resolve(implementation, h, delta)
     out_dtypes = (h.dtype,) if out_dtypes is None else tuple(map(jnp.dtype, out_dtypes))
     if launch is None:
-        given = weights, rows, bias, inner, factor
-        return reference.add_rms_norm(h, delta, scale, eps, *given, out_dtypes)
+        return reference.add_rms_norm(
+            h, delta, scale, eps, weights, rows, bias, inner, factor, out_dtypes
+        )
     from pallas_kernels.rms_norm import mosaic_gpu  # slow to import
 
     D = h.shape[-1]
@@ -99,8 +100,15 @@ def add_rms_norm(
         delta = delta.reshape(1 if delta.ndim == h.ndim else delta.shape[0], -1, D)
     inner_scale, inner_eps = inner or (None, None)
     added = mosaic_gpu.Added(delta, weights, rows, bias, inner_scale, factor)
-    how = dict(eps=eps, inner_eps=inner_eps, out_dtypes=out_dtypes, launch=launch)
-    outs = mosaic_gpu.add_rms_norm(h.reshape(-1, D), added, scale, **how)
+    outs = mosaic_gpu.add_rms_norm(
+        h.reshape(-1, D),
+        added,
+        scale,
+        eps=eps,
+        inner_eps=inner_eps,
+        out_dtypes=out_dtypes,
+        launch=launch,
+    )
     return tuple(out.reshape(h.shape) for out in outs)
 
 

@@ -275,11 +275,10 @@ def _launch(
     out_dtypes = out_dtypes if added is None else (h.dtype, *out_dtypes)
 
     def body(*refs):
-        *given, squares_smem, stored_barrier = refs
-        operands_gmem = jax.tree.unflatten(tree, given[: len(leaves)])
-        outs_gmem = given[
-            len(leaves) :
-        ]  # each [R, tiles, 64]: the sum, if any, and the norm in its dtypes
+        *refs, squares_smem, stored_barrier = refs
+        operands_gmem = jax.tree.unflatten(tree, refs[: len(leaves)])
+        # Each [R, tiles, 64]: the sum, if any, and the norm in its dtypes.
+        outs_gmem = refs[len(leaves) :]
         r, g = lax.axis_index("row"), lax.axis_index("group")
         sum_gmem = None if added is None else outs_gmem.pop(0).at[r]
         row = row_norm.load(r, R, g, *operands_gmem)

@@ -64,34 +64,27 @@ def verify_attention(
         table_size = page_table.shape[1] * Z
         fp8 = k_pages.dtype == jnp.float8_e4m3fn
         config = chip.choose_config(q.shape, K, table_size, window, launch.device, splits, fp8)
-    facts = dict(scale=float(scale), window=window, soft_cap=soft_cap, has_sinks=sinks is not None)
-    plan = make_plan(q, k_pages, page_table, chip.tile, config, **facts)
-    operands = (q, k_pages, v_pages, page_table, positions, sinks)
-    return _attend(plan, chip.walk_kernel, launch.interpret, *operands)
-
-
-def _attend(
-    plan: Plan, walk_kernel: Callable, interpret: Any, q: jax.Array, *operands: jax.Array | None
-) -> jax.Array:
-    """Runs `walk_kernel(plan, interpret)` and, if needed, the merge kernel.
-
-    Args:
-      q: [B, T, N, H].
-      operands: k_pages, v_pages, page table, positions, and sinks or None.
-    Returns:
-      [B, T, N, H].
-    """
-    k_pages, v_pages, table, positions, sinks = operands
-    table, positions = (x.astype(jnp.int32) for x in (table, positions))
+    plan = make_plan(
+        q,
+        k_pages,
+        page_table,
+        chip.tile,
+        config,
+        scale=float(scale),
+        window=window,
+        soft_cap=soft_cap,
+        has_sinks=sinks is not None,
+    )
+    page_table, positions = page_table.astype(jnp.int32), positions.astype(jnp.int32)
     grouped = q.reshape(plan.B, plan.T, plan.K, plan.G, plan.H)
-    sinks = () if sinks is None else (sinks,)
-    operands = (grouped, k_pages, v_pages, table, positions, *sinks)
+    own_sinks = () if sinks is None else (sinks,)
+    walk = chip.walk_kernel(plan, launch.interpret)
+    results = walk(grouped, k_pages, v_pages, page_table, positions, *own_sinks)
     if plan.merges_inside:
-        out = walk_kernel(plan, interpret)(*operands)
-    else:
-        parts, stats = walk_kernel(plan, interpret)(*operands)
-        parts = parts.reshape(*parts.shape[:-2], plan.tile_rows * plan.H)
-        out = _merge_kernel(plan, interpret)(parts, stats, positions, *sinks)
+        return results.reshape(q.shape)
+    parts, stats = results
+    parts = parts.reshape(*parts.shape[:-2], plan.tile_rows * plan.H)
+    out = _merge_kernel(plan, launch.interpret)(parts, stats, positions, *own_sinks)
     return out.reshape(q.shape)
 
 

@@ -318,8 +318,19 @@ def _can_store_splits(group: int, head_dim: int) -> bool:
     return head_dim % 128 == 0 or group % (128 // head_dim) == 0
 
 
-def make_plan(q, k_pages, table, tile: Tile, config: TuningConfig, **options) -> Plan:
-    """Plan of a call from the shapes; options: scale, window, soft_cap and has_sinks.
+def make_plan(
+    q,
+    k_pages,
+    table,
+    tile: Tile,
+    config: TuningConfig,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    has_sinks: bool,
+) -> Plan:
+    """Plan of a call from the shapes.
 
     Raises:
       ValueError: `config` has several walks, whose splits the merge kernel cannot read, or several
@@ -350,10 +361,13 @@ def make_plan(q, k_pages, table, tile: Tile, config: TuningConfig, **options) ->
         H=H,
         Z=Z,
         W=table.shape[1],
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        has_sinks=has_sinks,
         fp8=fp8,
         config=config,
         tile=tile,
-        **options,
     )
 
 

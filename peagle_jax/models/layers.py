@@ -108,8 +108,14 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, out_dtype=None) -> jax.Array:
         scale, bias = (None if p is None else p[...] for p in (self.scale, self.bias))
-        options = dict(scale=scale, bias=bias, activations=self.activations)
-        return linear(x, self.weight[...], out_dtype=out_dtype, **options)
+        return linear(
+            x,
+            self.weight[...],
+            scale=scale,
+            bias=bias,
+            out_dtype=out_dtype,
+            activations=self.activations,
+        )
 
     def row_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The dtype of normed rows of this layer in a stream of `dtype` (`pallas_kernels.activations`)."""
@@ -144,11 +150,17 @@ class RMSNorm(nnx.Module):
         if delta is None:
             return h, self(h, out_dtype)
         values, weights, rows, bias, norm, factor = delta
-        inner = None if norm is None else (norm.weight[...], norm.eps)
-        routed = None if rows is None else (weights, rows)
-        given = dict(routed=routed, bias=bias, inner=inner, factor=factor)
-        how = dict(eps=self.eps, out_dtypes=(out_dtype or h.dtype,))
-        return add_rms_norm(h, values, self.weight[...], **how, **given)
+        return add_rms_norm(
+            h,
+            values,
+            self.weight[...],
+            eps=self.eps,
+            routed=None if rows is None else (weights, rows),
+            bias=bias,
+            inner=None if norm is None else (norm.weight[...], norm.eps),
+            factor=factor,
+            out_dtypes=(out_dtype or h.dtype,),
+        )
 
 
 class Embed(nnx.Module):
