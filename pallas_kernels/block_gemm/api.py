@@ -87,7 +87,7 @@ def partial_products(
     Arguments as in `linear`.
 
     Returns:
-      float32 [S, ..., N]; S depends on the shapes, and is 1 for the reference.
+      float32 [parts, ..., N]; how many parts depends on the shapes, the reference has one.
     """
     round_rows = rounding(activations, weight, scale)
     launch = _launch(x, weight, scale, implementation)
@@ -99,7 +99,7 @@ def partial_products(
 
 
 def add_in_order(parts: jax.Array) -> jax.Array:
-    """[S, ...] -> [...], `((p0 + p1) + p2) + ...`: a fixed order, independent of the number of
+    """[parts, ...] -> [...], `((p0 + p1) + p2) + ...`: a fixed order, independent of the number of
     rows."""
     total = parts[0]
     for part in parts[1:]:

@@ -82,7 +82,7 @@ def normed_mixture(
 
     Args:
       h: [..., D].
-      parts: [S, ..., D], as in `add_rms_norm`.
+      parts: [parts, ..., D], as in `add_rms_norm`.
       bias: [D] or None, added with the parts.
     Returns:
       (the stream [..., D] after the sum; the mixture of its rows).

@@ -190,7 +190,7 @@ def _grouped(
 def results(
     x: jax.Array, work: Worklist, experts: Experts, config: TuningConfig, launch: Launch
 ) -> jax.Array:
-    """Results of all items, bfloat16 [P, D]. Rows without a slot are undefined and are never read.
+    """Results of all items, bfloat16 [slots, D]; slots of no row are undefined and never read.
 
     With `experts.first` the worklist is that of `worklist.own_items`.
     """

@@ -60,7 +60,7 @@ def tokens_of(R: int) -> int:
 @functools.partial(jax.jit, static_argnames=("eps", "launch", "out_dtypes"))
 def norm_and_product(
     h: jax.Array,  # [R, D] bfloat16
-    parts: jax.Array,  # [S, R, D]
+    parts: jax.Array,  # [parts, R, D]
     bias: jax.Array | None,  # [D], added with the parts
     scale: jax.Array,  # [D]
     weight: jax.Array,  # [E, D] bfloat16, the router's
@@ -148,7 +148,7 @@ def store_logits(sender: Messages, totals_reg: jax.Array, logits_gmem: Any) -> N
 @functools.partial(jax.jit, static_argnames=("eps", "routing", "out_dtypes"))
 def norm_and_route(
     h: jax.Array,  # [R, D] bfloat16
-    parts: jax.Array,  # [S, R, D]
+    parts: jax.Array,  # [parts, R, D]
     bias: jax.Array | None,  # [D], added with the parts
     scale: jax.Array,  # [D]
     weight: jax.Array,  # [E, D] bfloat16, the router's

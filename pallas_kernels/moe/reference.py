@@ -78,7 +78,7 @@ class Mixture(NamedTuple):
     float32.
 
     Attributes:
-      values: [P, D] in the dtype of the stream.
+      values: [slots, D] in the dtype of the stream.
       weights: [k, R'] float32, R' >= R; entries past R are unspecified.
       rows: [k, R'] int32.
     """

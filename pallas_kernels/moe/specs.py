@@ -158,9 +158,9 @@ def _plan(spec: Spec) -> tuple[Callable, tuple]:
 
 
 def _norm(spec: Spec) -> tuple[Callable, tuple]:
-    """h [R, width], parts [S, R, width], scale [width], weight [E, width][, bias [width][, router
-    bias [E]]] -> sum, normed twice [R, width], and as `_plan`; of norm_product the logits float32
-    [R, E] instead."""
+    """h [R, width], parts [parts, R, width], scale [width], weight [E, width][, bias [width][,
+    router bias [E]]] -> sum, normed twice [R, width], and as `_plan`; of norm_product the logits
+    float32 [R, E] instead."""
     dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
     is_planned = spec.kernel == "norm_route"
 

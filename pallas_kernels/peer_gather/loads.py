@@ -12,11 +12,11 @@ from pallas_kernels.peer_gather.words import asm, constant, load, load_words, pl
 
 
 class SumLoads:
-    """Loads of the sum of parts [S, N].
+    """Loads of the sum of parts [parts, N].
 
     Args:
       address: of the parts.
-      num_parts: S.
+      num_parts: parts.
       num_units: units of a message.
       unit_bytes: data in a unit.
       rounded: whether the parts are float32 and are sent as bfloat16.

@@ -68,12 +68,12 @@ def gather_sum(
     unit_bytes: int,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `api.gather_sum`: parts [S, N] -> [n, N]."""
-    S, N = parts.shape
+    """As `api.gather_sum`: parts [parts, N] -> [n, N]."""
+    num_parts, N = parts.shape
     num_units = N * dtype.itemsize // unit_bytes
 
     def loads_of(parts):
-        return SumLoads(parts, S, num_units, unit_bytes, rounded=parts_dtype != dtype)
+        return SumLoads(parts, num_parts, num_units, unit_bytes, rounded=parts_dtype != dtype)
 
     parts_dtype = parts.dtype
     return _exchange((parts,), loads_of, (N,), dtype, num_units, links, num_devices, launch)
@@ -89,7 +89,7 @@ def gather_mixture(
     num_devices: int,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `api.gather_mixture`: values bfloat16 [P, D], weights and rows [k, R'] -> [n, R, D]."""
+    """As `api.gather_mixture`: values bfloat16 [slots, D], weights and rows [k, R']; [n, R, D]."""
     D = values.shape[-1]
     operands = values, weights, rows
     num_units = num_rows * D * values.dtype.itemsize // UNIT_BYTES

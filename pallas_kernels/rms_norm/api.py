@@ -66,11 +66,11 @@ def add_rms_norm(
 
     Args:
       h: [..., D].
-      delta: [..., D], or parts [S, ..., D] with S from 1 to 32; with `routed` a buffer [P, D].
+      delta: [..., D], or parts [parts, ..., D] 1 to 32 of them; with `routed` a buffer [slots, D].
         Float32 or bfloat16, independent of h; converted to float32 before it is weighted and added.
       scale: [D].
-      routed: (weights float32 [S, R'], rows int32 [S, R']), R' not below the number of rows of h:
-        part s of row r is `delta[rows[s, r]]`.
+      routed: (weights float32 [parts, R'], rows int32 [parts, R']), R' not below the number of rows
+        of h: part s of row r is `delta[rows[s, r]]`.
       bias: [D], added to the sum of the parts; refused with `routed`.
       inner: (scale [D], eps); the sum of the parts is rounded to `h.dtype`, and its `rms_norm` is
         added.
@@ -147,7 +147,9 @@ def check(
 
 def _check_rows(h, delta, weights, rows) -> None:
     if delta.ndim != 2 or delta.shape[1] != h.shape[-1]:
-        raise ValueError(f"{delta.shape=} must be a buffer [P, {h.shape[-1]}] that rows point into")
+        raise ValueError(
+            f"{delta.shape=} must be a buffer [slots, {h.shape[-1]}] that rows point into"
+        )
     R = h.size // h.shape[-1]
     if rows.ndim != 2 or not 1 <= rows.shape[0] <= MAX_PARTS or rows.shape[1] < R:
         raise ValueError(f"{rows.shape=} must be 1 to {MAX_PARTS} parts of at least {R} rows")

@@ -78,22 +78,22 @@ SPECS = {
 def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     """(function, args): the kernel, and shapes of h[, parts], scale[, weights, rows][,
     bias][, inner scale][, factor]."""
-    R, D, S = spec.rows, spec.width, spec.parts
+    R, D, num_parts = spec.rows, spec.width, spec.parts
     h = jax.ShapeDtypeStruct((R, D), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((D,), jnp.bfloat16)
-    if not S:
+    if not num_parts:
         norm = partial(api.rms_norm, eps=EPS, out_dtype=spec.out[0], implementation="mosaic_gpu")
         return norm, (h, scale)
     add_norm = partial(api.add_rms_norm, eps=EPS, out_dtypes=spec.out, implementation="mosaic_gpu")
     if spec.weighted:
-        buffer = jax.ShapeDtypeStruct((S * R, D), jnp.bfloat16)
-        shares = jax.ShapeDtypeStruct((S, R), jnp.float32)
-        sources = jax.ShapeDtypeStruct((S, R), jnp.int32)
+        buffer = jax.ShapeDtypeStruct((num_parts * R, D), jnp.bfloat16)
+        shares = jax.ShapeDtypeStruct((num_parts, R), jnp.float32)
+        sources = jax.ShapeDtypeStruct((num_parts, R), jnp.int32)
         add = lambda h, buffer, scale, weights, rows: add_norm(
             h, buffer, scale, routed=(weights, rows)
         )
         return add, (h, buffer, scale, shares, sources)
-    parts = jax.ShapeDtypeStruct((S, R, D), jnp.float32)
+    parts = jax.ShapeDtypeStruct((num_parts, R, D), jnp.float32)
     others = [scale] * (spec.bias + spec.inner)
     others += [jax.ShapeDtypeStruct((1,), jnp.bfloat16)] if spec.factor else []
 

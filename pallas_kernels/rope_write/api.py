@@ -37,8 +37,8 @@ def rope_write(
     that see the key become NaN.
 
     Args:
-      qkv: [B, T, form.width(K, H)], or float32 partial sums [S, B, T, width] of a K-split product,
-        added by ascending s.
+      qkv: [B, T, form.width(K, H)], or float32 partial sums [parts, B, T, width] of a product whose
+        columns are split, added in order.
       k_pages, v_pages: [P, Z, K, H] pages of one layer; donate them and they are updated in place.
         for float8_e4m3fn pages, rounded values are saturated.
       angles: float32 cosines and sines, each [B, T, H / 2].

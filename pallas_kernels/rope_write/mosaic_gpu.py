@@ -38,7 +38,7 @@ class _HeadPlan:
     H: int  # head dim
     Z: int  # tokens per page
     W: int  # pages per sequence
-    S: int  # parts of the projection
+    parts: int  # partial sums of the projection
     eps: float
     has_norms: bool
     has_bias: bool
@@ -69,7 +69,7 @@ class _HeadPlan:
 
 
 def rope_write(
-    qkv: jax.Array,  # [B, T, W] or parts [S, B, T, W]
+    qkv: jax.Array,  # [B, T, width] or [parts, B, T, width]
     k_pages: jax.Array,  # [P, Z, K, H]
     v_pages: jax.Array,  # [P, Z, K, H]
     angles: tuple[jax.Array, jax.Array],  # each [B, T, H / 2]
@@ -77,12 +77,12 @@ def rope_write(
     positions: jax.Array,  # [B, T]
     form: Form,
     norms: tuple[jax.Array, jax.Array] | None,  # of q and of k, each [H]
-    bias: jax.Array | None,  # [W]
+    bias: jax.Array | None,  # [width]
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     _, Z, K, H = k_pages.shape
     parts = qkv.reshape(-1, *qkv.shape[-3:-1], qkv.shape[-1] // H, H)
-    S, B, T = parts.shape[:3]
+    num_parts, B, T = parts.shape[:3]
     plan = _HeadPlan(
         B=B,
         T=T,
@@ -91,7 +91,7 @@ def rope_write(
         H=H,
         Z=Z,
         W=page_table.shape[1],
-        S=S,
+        parts=num_parts,
         eps=form.eps,
         has_norms=norms is not None,
         has_bias=bias is not None,
@@ -115,7 +115,7 @@ def _kernel(plan: _HeadPlan, interpret):
     halves = [pl.ds(0, plan.half), pl.ds(plan.half, plan.half)]
 
     def body(
-        parts_gmem,  # [S, B, T, heads of the projection, H] float32 or bfloat16
+        parts_gmem,  # [parts, B, T, heads of the projection, H] float32 or bfloat16
         cos_gmem,  # [B, T, H / 2] float32
         sin_gmem,  # [B, T, H / 2] float32
         table_gmem,  # [B, W] int32
@@ -148,7 +148,7 @@ def _kernel(plan: _HeadPlan, interpret):
                     heads_gmem, layout=layout, optimized=False
                 ).astype(jnp.float32)
                 total = load(parts_gmem.at[(0, b, t, *index)])
-                for s in range(1, plan.S):
+                for s in range(1, plan.parts):
                     total = total + load(parts_gmem.at[(s, b, t, *index)])
                 if plan.has_bias:
                     total = total + load(bias_gmem.at[index])

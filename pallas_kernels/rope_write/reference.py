@@ -35,7 +35,7 @@ class Form:
 
 
 def rope_write(
-    qkv: jax.Array,  # [B, T, W] or parts [S, B, T, W]
+    qkv: jax.Array,  # [B, T, width] or [parts, B, T, width]
     k_pages: jax.Array,  # [P, Z, K, H]
     v_pages: jax.Array,  # [P, Z, K, H]
     angles: tuple[jax.Array, jax.Array],  # each [B, T, H / 2]
@@ -43,7 +43,7 @@ def rope_write(
     positions: jax.Array,  # [B, T]
     form: Form,
     norms: tuple[jax.Array, jax.Array] | None,  # of q and of k, each [H]
-    bias: jax.Array | None,  # [W]
+    bias: jax.Array | None,  # [width]
     dtype: jnp.dtype,  # of q, and of the numbers that are converted for the pages
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     N, (K, H) = form.num_heads, k_pages.shape[2:]
@@ -69,7 +69,7 @@ def apply_rope(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def _projected(qkv: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """[B, T, W]: adds the parts in ascending order, then the bias, then rounds once."""
+    """[B, T, width]: adds the parts in ascending order, then the bias, then rounds once."""
     total, *others = qkv if qkv.ndim == 4 else [qkv]
     for part in others:
         total = total + part

@@ -52,8 +52,8 @@ def attend(
         pages = jnp.take_along_axis(page_table, column % W, axis=1)
         k = k_pages[pages].reshape(B, block_size, K, H).astype(q.dtype)
         v = v_pages[pages].reshape(B, block_size, K, H).astype(q.dtype)
-        key = (first + step)[:, None] * block_size + jnp.arange(block_size)  # [B, S]
-        visible = key[:, None] <= positions[:, :, None]  # [B, T, S]
+        key = (first + step)[:, None] * block_size + jnp.arange(block_size)  # [B, keys]
+        visible = key[:, None] <= positions[:, :, None]  # [B, T, keys]
         if window is not None:
             visible &= key[:, None] > positions[:, :, None] - window
         scores = jnp.einsum(

@@ -28,8 +28,8 @@ class PageCache(NamedTuple):
 
 
 class RingCache(NamedTuple):
-    """K and V of a sliding-window layer, each [S+N, R, Z, K, H]: a ring of R pages for each of S slots, and N
-    saved rings."""
+    """K and V of a sliding-window layer, each [slots + saved, ring, Z, K, H]: a ring of pages for
+    each slot, and saved rings."""
 
     k: jax.Array
     v: jax.Array
@@ -141,8 +141,8 @@ class PagedAttention:
         """The page table [B, W] of a layer's cache, and whether it is a ring."""
         if isinstance(cache, PageCache):
             return self.page_table, False
-        R = cache.k.shape[1]
-        return self.slots[:, None] * R + jnp.arange(R, dtype=jnp.int32), True
+        ring = cache.k.shape[1]
+        return self.slots[:, None] * ring + jnp.arange(ring, dtype=jnp.int32), True
 
 
 def _as_pages(cache: LayerCache) -> list[jax.Array]:

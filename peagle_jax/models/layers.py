@@ -59,10 +59,10 @@ INIT_STD = 0.02
 class Delta(NamedTuple):
     """A block's addition to the residual stream, as unsummed parts; the next norm sums them as it reads.
 
-    Two forms. Dense: `values` [S, ..., D], float32 K-splits or the parts of several devices in the dtype
+    Two forms. Dense: `values` [parts, ..., D], float32 K-splits or the parts of several devices in the dtype
     of the stream, to be summed over S. Routed: `values` is a
-    buffer [P, D], float32 or bfloat16; row r of the stream adds the sum over s of
-    `weights[s, r] * values[rows[s, r]]`, with `weights` float32 and `rows` int32 [S, R'] (R' >= R,
+    buffer [slots, D], float32 or bfloat16; row r of the stream adds the sum over s of
+    `weights[s, r] * values[rows[s, r]]`, with `weights` float32 and `rows` int32 [parts, R'] (R' >= R,
     surplus columns are ignored). A dense sum may have a `bias` [D], which is added to it. The sum may pass through
     a `norm` before it is added, and the stream is then multiplied by a `factor` [1], if there is one.
     """
@@ -123,7 +123,7 @@ class Linear(nnx.Module):
         return row_dtype(self.weight[...], scale, dtype)
 
     def parts(self, x: jax.Array) -> jax.Array:
-        """Partial products (K-splits) without the bias: float32 [S, ..., out], summed in ascending order."""
+        """Partial products (K-splits) without the bias: float32 [parts, ..., out], summed in ascending order."""
         scale = None if self.scale is None else self.scale[...]
         return partial_products(x, self.weight[...], scale=scale, activations=self.activations)
 
@@ -227,7 +227,7 @@ class Attention(nnx.Module):
 class Projected(NamedTuple):
     """Operands of `rope_write` for q, k and v: it sums the parts, then applies bias, norms and rope."""
 
-    parts: jax.Array  # [S, B, T, (N + 2K) * H] float32, K-splits of the projection
+    parts: jax.Array  # [parts, B, T, (N + 2K) * H] float32, K-splits of the projection
     angles: tuple[jax.Array, jax.Array]  # cosines and sines, each [B, T, H/2] float32
     form: Form
     norms: tuple[jax.Array, jax.Array] | None  # weights of the norms of q and k, each [H]

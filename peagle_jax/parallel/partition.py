@@ -120,7 +120,7 @@ def gathered(x: jax.Array) -> jax.Array:
 
 
 def _gathered_sum(parts: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The sums of the devices' parts [S, ...] in `dtype`, by rank: [n, ...]."""
+    """The sums of the devices' parts [parts, ...] in `dtype`, by rank: [n, ...]."""
     messages = dispatch.trace().messages
     sums = None if messages is None else messages.gather_sum(parts, dtype)
     return lax.all_gather(add_in_order(parts).astype(dtype), AXIS) if sums is None else sums
@@ -132,7 +132,7 @@ def total(x: jax.Array) -> jax.Array:
 
 
 def parts_of_all(parts: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """One part of each device: this device's partial sums float32 [S, ...] -> [n, ...] in `dtype`.
+    """One part of each device: this device's partial sums float32 [parts, ...] -> [n, ...] in `dtype`.
 
     A device adds its own K-splits first and rounds once to `dtype`, which halves the bytes of bfloat16.
     """
