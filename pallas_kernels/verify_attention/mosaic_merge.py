@@ -15,7 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.verify_attention.mosaic_plan import Plan, Splits, Tile, TuningConfig, make_plan
+from pallas_kernels.verify_attention.mosaic_plan import (
+    AttentionPlan,
+    Splits,
+    Tile,
+    TuningConfig,
+    make_plan,
+)
 from pallas_kernels.verify_attention.mosaic_softmax import LOG2E, NOTHING, finish, merge
 from pallas_kernels.verify_attention.mosaic_walk import span
 
@@ -35,7 +41,7 @@ class Chip(NamedTuple):
     choose_config: Callable[..., TuningConfig]
     """(shape of q, KV heads, positions of a page table, window, device, splits or None, whether
     pages are e4m3) -> tuning."""
-    walk_kernel: Callable[[Plan, Any], Callable]
+    walk_kernel: Callable[[AttentionPlan, Any], Callable]
     """(plan, interpret) -> the kernel that walks over keys."""
 
 
@@ -88,7 +94,7 @@ def verify_attention(
     return out.reshape(q.shape)
 
 
-def _merge_kernel(plan: Plan, interpret: Any) -> Callable:
+def _merge_kernel(plan: AttentionPlan, interpret: Any) -> Callable:
     """The merge kernel of stored splits: (parts, stats, positions[, sinks]) -> out."""
     heads = max(1, 128 // plan.H)  # heads per thread block
     width = heads * plan.H

@@ -150,7 +150,7 @@ class TuningConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """Static facts of one call."""
 
     B: int  # sequences
@@ -329,8 +329,8 @@ def make_plan(
     window: int | None,
     soft_cap: float | None,
     has_sinks: bool,
-) -> Plan:
-    """Plan of a call from the shapes.
+) -> AttentionPlan:
+    """AttentionPlan of a call from the shapes.
 
     Raises:
       ValueError: `config` has several walks, whose splits the merge kernel cannot read, or several
@@ -353,7 +353,7 @@ def make_plan(
         }
         if said := [why for why, is_wrong in wrong.items() if is_wrong]:
             raise ValueError(f"{config.row_groups=} must be 1 {' and '.join(said)}")
-    return Plan(
+    return AttentionPlan(
         B=B,
         T=T,
         K=K,
@@ -371,7 +371,7 @@ def make_plan(
     )
 
 
-def result_type(plan: Plan):
+def result_type(plan: AttentionPlan):
     """Result of the walk kernel: rows, or (parts, stats) of each split; stats are (best, total).
 
     Parts have the `tile_rows` rows of a tile that exist, stats all rows of the MMA.
