@@ -1,9 +1,10 @@
-"""The devices that run one step together, while it is traced, and the collectives of the forward pass.
+"""The devices that run a step together, while it is traced, and the step's collectives.
 
-The step is one program under `shard_map`, so layers see the arrays of one device. They add what devices computed
-in parts by `gathered` and an ordered sum, never by `psum`: its order of additions depends on the size of
-the message, so a row's bits would depend on the other rows of its batch. Without a partition every function
-here is the identity, and a program for one device has no operation more.
+The step is one program under `shard_map`, so layers see the arrays of one device. They add what
+devices computed in parts by `gathered` and an ordered sum, never by `psum`: its order of additions
+depends on the size of the message, so a row's bits would depend on the other rows of its batch.
+Without a partition every function here is the identity, and a program for one device has no
+operation more.
 """
 
 import functools
@@ -25,7 +26,7 @@ AXIS = "model"
 
 
 class Messages:
-    """The messages that a program sends to the mailboxes of other devices while it is traced, one after the other.
+    """The messages that a program sends to mailboxes while it is traced, one after the other.
 
     Attributes:
       links: int32 [LINKS], the device's table after the messages so far (`peer_gather.mailbox`).
@@ -55,15 +56,17 @@ class Messages:
 
     @property
     def is_nested(self) -> bool:
-        """Whether a branch or a loop within the program is traced, whose table would be another one."""
+        """Whether a branch or a loop of the program is traced, which has a table of its own."""
         return jax.extend.core.get_opaque_trace_state() != self._trace
 
 
 def switch[Tree](index: jax.Array, branches: Sequence[Callable[[], Tree]]) -> Tree:
-    """`lax.switch(index, branches)`, whose branches may send messages: each takes the table and returns the next one.
+    """`lax.switch(index, branches)`, whose branches may send messages: each takes the table and
+    returns the next one.
 
     Args:
-      index: [] int32, equal on all devices. A device in another branch than its peers would wait for their messages.
+      index: [] int32, equal on all devices. A device in another branch than its peers would wait
+        for their messages.
     """
     messages = dispatch.trace().messages
     if messages is None or messages.is_nested:
@@ -75,7 +78,8 @@ def switch[Tree](index: jax.Array, branches: Sequence[Callable[[], Tree]]) -> Tr
 
 
 def repeat[Tree](count: int, body: Callable[[jax.Array, Tree], Tree], carry: Tree) -> Tree:
-    """`lax.fori_loop(0, count, body, carry)`, whose body may send messages: each run of it takes the table and returns the next one."""
+    """`lax.fori_loop(0, count, body, carry)`, whose body may send messages: each run of it takes
+    the table and returns the next one."""
     messages = dispatch.trace().messages
     if messages is None or messages.is_nested:
         return lax.fori_loop(0, count, body, carry)
@@ -132,15 +136,15 @@ def total(x: jax.Array) -> jax.Array:
 
 
 def parts_of_all(parts: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """One part of each device: this device's partial sums float32 [parts, ...] -> [n, ...] in `dtype`.
+    """One part of each device: partial sums float32 [parts, ...] -> [n, ...] in `dtype`.
 
-    A device adds its own K-splits first and rounds once to `dtype`, which halves the bytes of bfloat16.
+    A device adds its own parts first and rounds once, which halves the bytes of bfloat16.
     """
     return parts if size() == 1 else _gathered_sum(parts, dtype)
 
 
 def mixtures_of_all(mixture: Mixture, num_rows: int) -> jax.Array:
-    """The devices' sums of their own experts' results, `mixture.added(num_rows)`, by rank: [n, R, D]."""
+    """The devices' own sums `mixture.added(num_rows)`, by rank: [n, R, D]."""
     messages = dispatch.trace().messages
     sums = None if messages is None else messages.gather_mixture(mixture, num_rows)
     return gathered(mixture.added(num_rows)) if sums is None else sums
