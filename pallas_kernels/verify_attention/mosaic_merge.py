@@ -46,7 +46,7 @@ class Chip(NamedTuple):
 
 
 @functools.partial(
-    jax.jit, static_argnames=("chip", "scale", "window", "launch", "config", "soft_cap", "splits")
+    jax.jit, static_argnames=("chip", "scale", "window", "launch", "config", "splits")
 )
 def verify_attention(
     chip: Chip,
@@ -60,7 +60,6 @@ def verify_attention(
     sinks: jax.Array | None,  # [N]
     launch: Launch,
     config: TuningConfig | None = None,
-    soft_cap: float | None = None,
     splits: Splits | None = None,
 ) -> jax.Array:
     """`api.verify_attention` by the kernels of a chip; without `config` the chip chooses it, for
@@ -78,7 +77,6 @@ def verify_attention(
         config,
         scale=float(scale),
         window=window,
-        soft_cap=soft_cap,
         has_sinks=sinks is not None,
     )
     page_table, positions = page_table.astype(jnp.int32), positions.astype(jnp.int32)

@@ -162,7 +162,6 @@ class AttentionPlan:
     W: int  # pages per sequence
     scale: float
     window: int | None
-    soft_cap: float | None
     has_sinks: bool
     fp8: bool
     config: TuningConfig
@@ -327,7 +326,6 @@ def make_plan(
     *,
     scale: float,
     window: int | None,
-    soft_cap: float | None,
     has_sinks: bool,
 ) -> AttentionPlan:
     """AttentionPlan of a call from the shapes.
@@ -363,7 +361,6 @@ def make_plan(
         W=table.shape[1],
         scale=scale,
         window=window,
-        soft_cap=soft_cap,
         has_sinks=has_sinks,
         fp8=fp8,
         config=config,

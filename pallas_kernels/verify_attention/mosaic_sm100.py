@@ -179,10 +179,8 @@ class _Weights:
 
     @property
     def _width(self) -> int:
-        """Scores of a thread in registers at once; a soft cap or fp8 pages need registers
-        themselves."""
-        narrow = self.plan.soft_cap is not None or self.plan.fp8
-        return 32 if narrow else self.plan.config.key_block
+        """Scores of a thread in registers at once; fp8 pages need registers themselves."""
+        return 32 if self.plan.fp8 else self.plan.config.key_block
 
     @property
     def _pieces(self) -> int:

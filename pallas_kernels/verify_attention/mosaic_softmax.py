@@ -42,17 +42,12 @@ def unmasked(plan: AttentionPlan, scores: jax.Array, minus_zero: jax.Array) -> j
     product with the subtraction of the maximum that follows; it cannot contract a product through a
     mask.
     """
-    scores = _scaled(plan, scores)
-    return scores + minus_zero if plan.soft_cap is None else scores
+    return _scaled(plan, scores) + minus_zero
 
 
 def _scaled(plan: AttentionPlan, scores: jax.Array) -> jax.Array:
-    """Scaled and capped scores in units of log2."""
-    if plan.soft_cap is None:
-        return scores * (plan.scale * LOG2E)
-    # tanh(x) = 1 - 2 / (e^2x + 1); the hardware tanh has 11 bits only.
-    power = jnp.exp2(scores * (2 * LOG2E * plan.scale / plan.soft_cap))
-    return plan.soft_cap * LOG2E - (2 * plan.soft_cap * LOG2E) / (power + 1)
+    """Scaled scores in units of log2."""
+    return scores * (plan.scale * LOG2E)
 
 
 def weigh(best, total, scores):

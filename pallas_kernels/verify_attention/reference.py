@@ -35,7 +35,6 @@ def attend(
     window: int | None,
     sinks: jax.Array | None,  # [N]
     block_pages: int,
-    soft_cap: float | None = None,
 ) -> jax.Array:
     B, T, N, H = q.shape
     _, Z, K, _ = k_pages.shape
@@ -59,8 +58,6 @@ def attend(
         scores = jnp.einsum(
             "btkgh,bskh->bkgts", grouped, k, precision=precision, preferred_element_type=jnp.float32
         )
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(visible[:, None, None], scores, _MASKED)
         new_best = jnp.maximum(best, scores.max(-1))
         weights = jnp.where(visible[:, None, None], jnp.exp(scores - new_best[..., None]), 0.0)
