@@ -297,3 +297,15 @@ def test_a_kernel_and_a_cpu_are_said_quietly(caplog):
         "all operations run their reference implementation on cpu",
         "op runs its mosaic_gpu implementation on NVIDIA H200 (sm_90)",
     ]
+
+
+def test_a_block_changes_its_own_fields_of_the_trace_and_ends_with_them():
+    before = dispatch.trace()
+    with dispatch.assume(H200), dispatch.references(rounded=True), dispatch.traced(num_devices=2):
+        with dispatch.as_served():
+            assert dispatch.trace() == dispatch.Trace(H200, num_devices=2)
+        assert dispatch.trace() == dispatch.Trace(H200, True, True, 2)
+        with pytest.raises(ZeroDivisionError), dispatch.traced(num_devices=1):
+            _ = 1 / 0
+        assert dispatch.trace().num_devices == 2
+    assert dispatch.trace() is before
