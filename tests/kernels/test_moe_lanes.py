@@ -181,7 +181,7 @@ def test_weights_are_those_of_the_reference(monkeypatch, R, k):
 @pytest.mark.parametrize("Ep", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_lanes_sort_in_many_blocks(monkeypatch, Ep, blocks):
-    """The stages that `mosaic_place` shares: prefix sums, and the experts of more items than threads."""
+    """The stages that `mosaic_route.place` shares: prefix sums, and the experts of more items than threads."""
     for seed, density in enumerate((0.3, 0.9, 0.02, 1)):
         random = np.random.default_rng([Ep, seed])
         tiles = random.integers(0, 4, Ep) * (random.random(Ep) < density)
