@@ -30,7 +30,8 @@ from lab.deviceless_round import Programs, Sizes, add_sizes, num_bytes, programs
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.specs import weight_of
 from pallas_kernels.device import TPU7X, V5E, V6E
-from pallas_kernels.moe.api import ExpertWeights, mixture
+from pallas_kernels.moe.api import mixture
+from pallas_kernels.moe.reference import Choice, Experts, ExpertWeights
 from peagle_jax.engine.device import layouts
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
@@ -122,8 +123,8 @@ def compile_experts(name: str, rows: int, chip: str) -> Program:
         return ExpertWeights(values, scale[0] if scale else None)
 
     def run(x, logits, gate_up, down):
-        how = dict(router_bias=None, top_k=top_k, normalize=True)
-        return mixture(x, logits, gate_up, down, **how, implementation="mosaic_tpu")
+        chosen = Choice(top_k, normalize=True), Experts(gate_up, down)
+        return mixture(x, logits, *chosen, implementation="mosaic_tpu")
 
     x = jax.ShapeDtypeStruct((rows, D), jnp.bfloat16)
     logits = jax.ShapeDtypeStruct((rows, E), jnp.float32)

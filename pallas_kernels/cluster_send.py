@@ -189,9 +189,9 @@ def divided(x: Any, by: int) -> tuple[Any, Any]:
     return mlir.arith.divui(x, constant(by)), mlir.arith.remui(x, constant(by))
 
 
-def total(first: Any, *rest: Any) -> Any:
+def total(first: Any, *others: Any) -> Any:
     """The sum of words."""
-    for x in rest:
+    for x in others:
         first = add(first, x)
     return first
 

@@ -7,9 +7,11 @@ elsewhere.
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -20,9 +22,45 @@ from pallas_kernels.device import GENERATIONS, H200, V6E, Device, describe
 Implementation = Literal["reference", "mosaic_gpu", "mosaic_tpu"]
 
 _log = logging.getLogger(__name__)
-_assumed: ContextVar[Device | None] = ContextVar("assumed device", default=None)
-_referring: ContextVar[bool] = ContextVar("references only", default=False)
-_rounding: ContextVar[bool] = ContextVar("references round products", default=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What a program is traced for; the one ambient state of tracing.
+
+    Attributes:
+      device: the chip; None: the default device.
+      references: whether references run also where a kernel is requested.
+      rounds_products: float32 products of narrower inputs, in references, are rounded to the dtype
+        of the inputs.
+      num_devices: devices that run the program together (`peagle_jax.parallel.partition`).
+      messages: what gathers their arrays in place of XLA's collectives, if anything.
+    """
+
+    device: Device | None = None
+    references: bool = False
+    rounds_products: bool = False
+    num_devices: int = 1
+    messages: Any = None
+
+
+_SERVED = Trace()
+_trace: ContextVar[Trace] = ContextVar("trace", default=_SERVED)
+
+
+def trace() -> Trace:
+    """The trace of this thread."""
+    return _trace.get()
+
+
+@contextlib.contextmanager
+def traced(**changes: Any) -> Iterator[None]:
+    """Traces with other fields of `Trace`."""
+    token = _trace.set(dataclasses.replace(_trace.get(), **changes))
+    try:
+        yield
+    finally:
+        _trace.reset(token)
 
 
 class Launch(NamedTuple):
@@ -32,58 +70,29 @@ class Launch(NamedTuple):
     interpret: Any = None
 
 
-@contextlib.contextmanager
-def assume(device: Device) -> Iterator[None]:
+def assume(device: Device) -> AbstractContextManager[None]:
     """Traces for `device` instead of the default device, to compile for an absent chip."""
-    token = _assumed.set(device)
-    try:
-        yield
-    finally:
-        _assumed.reset(token)
+    return traced(device=device)
 
 
-@contextlib.contextmanager
-def references(*, rounded: bool = False) -> Iterator[None]:
+def references(*, rounded: bool = False) -> AbstractContextManager[None]:
     """Traces references only, also where a kernel is requested: the baseline of a comparison.
 
     Args:
       rounded: float32 products of narrower inputs are rounded to the dtype of the inputs. For
         training: they are stored for the backward pass, and this halves their traffic.
     """
-    tokens = _referring.set(True), _rounding.set(rounded)
-    try:
-        yield
-    finally:
-        _referring.reset(tokens[0])
-        _rounding.reset(tokens[1])
+    return traced(references=True, rounds_products=rounded)
 
 
-@contextlib.contextmanager
-def as_served() -> Iterator[None]:
+def as_served() -> AbstractContextManager[None]:
     """Undoes `references`, for a part of a training step without gradients: a frozen model."""
-    tokens = _referring.set(False), _rounding.set(False)
-    try:
-        yield
-    finally:
-        _referring.reset(tokens[0])
-        _rounding.reset(tokens[1])
-
-
-def rounds_products() -> bool:
-    """Whether `references(rounded=True)` is in force."""
-    return _rounding.get()
-
-
-def context() -> tuple[Device | None, bool, bool]:
-    """Settings of `assume` and `references` in this thread: the assumed device, whether references
-    only, and whether these round products. An operation's traced code depends on them and on the
-    device."""
-    return _assumed.get(), _referring.get(), _rounding.get()
+    return traced(references=False, rounds_products=False)
 
 
 def device() -> Device:
     """The device that is traced for: the assumed device, else the default one."""
-    return _assumed.get() or _default_device()
+    return trace().device or _default_device()
 
 
 def platform() -> str:
@@ -118,9 +127,9 @@ def resolve(
     """
     if requested not in (None, *get_args(Implementation)):
         raise ValueError(f"{op}: {requested=} must be one of {get_args(Implementation)}, or None")
-    if requested == "reference" or _referring.get():
+    if requested == "reference" or trace().references:
         return None
-    assumed = _assumed.get()
+    assumed = trace().device
     device = assumed or _default_device()
     if requested is None:
         why = _why_not(device, _kernel_of(device), chips, refusal, tpu_refusal)

@@ -230,6 +230,18 @@ def test_functions_stay_small():
     assert [line for name in NAMES for line in oversized(name)] == []
 
 
+def test_classes_of_kernels_have_names_of_their_own():
+    """But for the two that every operation has."""
+    found = [
+        node.name
+        for name in NAMES
+        if name.startswith("pallas_kernels/")
+        for node in tree(name).body
+        if isinstance(node, ast.ClassDef) and node.name not in ("Spec", "TuningConfig")
+    ]
+    assert sorted(found) == sorted(set(found))
+
+
 def test_test_files_have_names_of_their_own():
     """pytest imports the files of a folder that is no package by their names alone, and stops at a name
     that it has met before."""

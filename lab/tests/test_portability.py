@@ -17,7 +17,8 @@ from lab.portability import KERNELS, ON_REQUEST, PAGES, PARTS, PLATFORMS, eviden
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import GENERATIONS
-from pallas_kernels.moe.api import ExpertWeights, mixture, moe, route
+from pallas_kernels.moe.api import mixture
+from pallas_kernels.moe.reference import Choice, Experts, ExpertWeights
 from pallas_kernels.rms_norm.api import rms_norm
 from pallas_kernels.rope_write.api import Form, rope_write
 from pallas_kernels.verify_attention.api import verify_attention
@@ -42,11 +43,14 @@ def _products(implementation=None):
 
 
 def _experts(implementation=None):
-    run = lambda x, ids, weights, *w: moe(
-        x, ids, weights, *map(ExpertWeights, w), implementation=implementation
-    )
-    chosen = _made(8, 4, **_INT), _made(8, 4, dtype=jnp.float32)
-    return run, (_made(8, 512), *chosen, _made(32, 2, 256, 512), _made(32, 512, 256))
+    """With their routing."""
+
+    def run(x, logits, *weights):
+        experts = Experts(*map(ExpertWeights, weights))
+        return mixture(x, logits, Choice(4, True), experts, implementation=implementation)
+
+    logits = _made(8, 32, dtype=jnp.float32)
+    return run, (_made(8, 512), logits, _made(32, 2, 256, 512), _made(32, 512, 256))
 
 
 def _attention(implementation=None):
@@ -59,42 +63,18 @@ def _attention(implementation=None):
 
 
 def _norms(implementation=None):
-    def run(x, scale, logits, qkv, k, v, cos, sin, table, positions):
+    def run(x, scale, qkv, k, v, cos, sin, table, positions):
         how = dict(page_table=table, positions=positions, implementation=implementation)
         form = Form(num_heads=8)
         return (
             rms_norm(x, scale, eps=1e-6, implementation=implementation),
-            route(logits, 4, normalize=True, implementation=implementation),
             rope_write(qkv, k, v, angles=(cos, sin), form=form, **how),
         )
 
     angles = [_made(2, 4, 32, dtype=jnp.float32)] * 2
     where = _made(2, 64, **_INT), _made(2, 4, **_INT)
     pages = [_made(129, 16, 2, 64)] * 2
-    logits = _made(8, 32, dtype=jnp.float32)
-    return run, (_made(8, 512), _made(512), logits, _made(2, 4, 768), *pages, *angles, *where)
-
-
-def test_a_mixture_whose_experts_no_kernel_takes_is_routed_by_a_kernel_where_there_is_one():
-    """A cell of the table says so of routing alone; an engine calls it as a part of the mixture."""
-    wide = dict(dtype=jnp.float32)  # of weights: refused by the kernels for experts
-    shapes = (
-        _made(8, 512),
-        _made(8, 32, **wide),
-        _made(32, 2, 256, 512, **wide),
-        _made(32, 512, 256, **wide),
-    )
-
-    def traced(device) -> str:
-        def run(x, logits, *w):  # a new function for each device: jax keeps traces by function
-            how = dict(router_bias=None, top_k=4, normalize=True)
-            return mixture(x, logits, *map(ExpertWeights, w), **how)
-
-        with dispatch.assume(device):
-            return str(jax.make_jaxpr(run)(*shapes))
-
-    for name, kernels in (("Blackwell (RTX 5090)", 1), ("Ada (L4)", 0), ("AMD", 0)):
-        assert traced(PLATFORMS[name].device).count("mpmd_map[") == kernels
+    return run, (_made(8, 512), _made(512), _made(2, 4, 768), *pages, *angles, *where)
 
 
 CALLS = dict(zip(PARTS, (_products, _experts, _attention, _norms), strict=False))

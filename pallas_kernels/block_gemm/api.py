@@ -12,10 +12,9 @@ from pallas_kernels.activations import (
     dtype_refusal,
     result_dtype,
     rounding,
-    whole_tiles,
 )
 from pallas_kernels.block_gemm import reference
-from pallas_kernels.quantize.api import quantize
+from pallas_kernels.quantize.api import operand
 
 CHIPS = (90, 100, 120)
 """Generations (`Device.sm`) with a kernel."""
@@ -88,7 +87,7 @@ def partial_products(
     Arguments as in `linear`.
 
     Returns:
-      float32 [S, ..., N]; S depends on the shapes, and is 1 for the reference.
+      float32 [parts, ..., N]; how many parts depends on the shapes, the reference has one.
     """
     round_rows = rounding(activations, weight, scale)
     launch = _launch(x, weight, scale, implementation)
@@ -100,7 +99,7 @@ def partial_products(
 
 
 def add_in_order(parts: jax.Array) -> jax.Array:
-    """[S, ...] -> [...], `((p0 + p1) + p2) + ...`: a fixed order, independent of the number of
+    """[parts, ...] -> [...], `((p0 + p1) + p2) + ...`: a fixed order, independent of the number of
     rows."""
     total = parts[0]
     for part in parts[1:]:
@@ -122,11 +121,8 @@ def _kernel(
     from pallas_kernels.block_gemm import mosaic_gpu  # a slow import that CPU use does not need
 
     *rows, K = x.shape
-    x, x_scale = x.reshape(-1, K), None
-    R = x.shape[0]
-    x = whole_tiles(x)
-    if quantized:
-        x, x_scale = quantize(x, launch)
+    R = x.size // K
+    x, x_scale = operand(x.reshape(R, K), quantized, launch)
     if config is None:
         choose = mosaic_gpu.TuningConfig.choose
         N = formats.logical_shape(weight, scale)[0]

@@ -156,7 +156,8 @@ def product(
     launch: Launch,
     x_scale: jax.Array | None = None,  # float32 [K / 128, R'], R' >= R a multiple of 4
 ) -> jax.Array:
-    """Partial sums float32 [S, R, N], to be added in ascending order; S is 1 or `config.chunks`."""
+    """Partial sums float32 [parts, R, N], to be added in ascending order: 1 or `config.chunks`
+    of them."""
     R, K = x.shape
     N = formats.logical_shape(values, scale)[0]
     form = Format.of(values, scale, launch.device, x.dtype)

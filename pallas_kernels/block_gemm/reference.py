@@ -50,7 +50,7 @@ def product(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
     A float32 result is rounded to the dtype of `x` within `dispatch.references(rounded=True)`.
     """
     if out_dtype == jnp.float32 and x.dtype != jnp.float32:
-        if dispatch.rounds_products():
+        if dispatch.trace().rounds_products:
             return _dot(x, weight, None).astype(jnp.float32)
         return _widened(x, weight)
     return _dot(x, weight, None)

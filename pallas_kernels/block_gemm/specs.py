@@ -195,13 +195,13 @@ def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtyp
         *([jax.ShapeDtypeStruct((N,), jnp.bfloat16)] if spec.bias else []),
     )
 
-    def run(x, weight, *rest):
-        scale = None if spec.form == "bf16" else rest[0]
+    def run(x, weight, *others):
+        scale = None if spec.form == "bf16" else others[0]
         return api.linear(
             x,
             weight,
             scale=scale,
-            bias=rest[-1] if spec.bias else None,
+            bias=others[-1] if spec.bias else None,
             out_dtype=jnp.float32,
             activations=spec.activations,
             implementation="mosaic_gpu",

@@ -60,7 +60,7 @@ def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
     """Random arguments for `build`; values fall along the candidates, as those of `top` do."""
     keys = jax.random.split(key, 5)
     ids, values, *floats = build(spec)[1]
-    made = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys[2:], floats, strict=True)]
+    arrays = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys[2:], floats, strict=True)]
     drawn = jax.random.randint(keys[0], ids.shape, 0, spec.vocab)
     falling = -jnp.sort(-jax.random.normal(keys[1], values.shape, values.dtype), axis=-1)
-    return drawn, falling, *made
+    return drawn, falling, *arrays

@@ -49,8 +49,14 @@ def cutoffs(
     from pallas_kernels.cutoffs import mosaic_gpu  # slow to import
 
     *leading, V = logits.shape
-    rules = (x.reshape(-1) for x in (scale, top_k, top_p))
-    return mosaic_gpu.cutoffs(logits.reshape(-1, V), *rules, launch=launch).reshape(leading)
+    limits = mosaic_gpu.cutoffs(
+        logits.reshape(-1, V),
+        scale.reshape(-1),
+        top_k.reshape(-1),
+        top_p.reshape(-1),
+        launch=launch,
+    )
+    return limits.reshape(leading)
 
 
 def has_kernel(logits: jax.Array) -> bool:

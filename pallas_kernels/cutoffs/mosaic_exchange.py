@@ -47,7 +47,7 @@ _NUMBERS, _BARRIERS = _SLOTS * LANES * 4, _SLOTS * 2
 """32-bit words of the slots, and of their barriers behind them."""
 
 
-class Memory(NamedTuple):
+class ExchangeMemory(NamedTuple):
     """What a kernel needs to exchange numbers: more outputs, and scratch by the fields of
     `Exchange`."""
 
@@ -55,13 +55,13 @@ class Memory(NamedTuple):
     scratch: dict[str, Any]
 
 
-def memory(rows: int, blocks: int, launch: Launch) -> Memory:
+def memory(rows: int, blocks: int, launch: Launch) -> ExchangeMemory:
     if launch.interpret is None:
         words = plgpu.SMEM((_NUMBERS + _BARRIERS,), jnp.int32)
-        return Memory((), dict(slots_smem=words))
+        return ExchangeMemory((), dict(slots_smem=words))
     numbers = jax.ShapeDtypeStruct((rows, _SLOTS, blocks, _SUMS, WARPS), jnp.float32)
     barrier = plgpu.ClusterBarrier(collective_axes=("block",))
-    return Memory((numbers,), dict(cluster_barrier=barrier))
+    return ExchangeMemory((numbers,), dict(cluster_barrier=barrier))
 
 
 @dataclass(frozen=True)

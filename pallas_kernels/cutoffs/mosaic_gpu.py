@@ -54,7 +54,7 @@ _INFINITY = 0x7F800000
 _LOG2_E = math.log2(math.e)
 
 
-class _Plan(NamedTuple):
+class _CutoffPlan(NamedTuple):
     """Sizes of one call.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Plan(NamedTuple):
     piece: int
 
     @classmethod
-    def of(cls, V: int) -> "_Plan":
+    def of(cls, V: int) -> "_CutoffPlan":
         columns = V // (WARPS * LANES)
         # With one block an H200 reports an illegal instruction: that is probably no cluster for
         # `st.async`.
@@ -98,7 +98,7 @@ def cutoffs(
 ) -> jax.Array:
     """As `api.cutoffs`: logits [R, V] float32 and rules [R] -> limits float32 [R]."""
     R, V = logits.shape
-    plan = _Plan.of(V)
+    plan = _CutoffPlan.of(V)
     exchanges = mosaic_exchange.memory(R, plan.blocks, launch)
 
     def body(logits_gmem, scale_gmem, top_k_gmem, top_p_gmem, limits_gmem, *refs, rest_smem, **own):
@@ -186,7 +186,7 @@ def _plus(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
     return [x + y for x, y in zip(xs, ys, strict=True)]
 
 
-def _load(plan: _Plan, logits_gmem, scale, block, rest_smem, exchange: Exchange) -> _Row:
+def _load(plan: _CutoffPlan, logits_gmem, scale, block, rest_smem, exchange: Exchange) -> _Row:
     """Reads a block's part of a row [columns, 4, 32]."""
     n = plan.piece
     number = plgpu.broadcasted_iota(jnp.int32, (n, WARPS, LANES), 0, layout=PART)

@@ -47,15 +47,15 @@ SPECS = {
 
 
 def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """(function, args): the kernel, and the shapes of the logits and of the rules."""
+    """(function, args): the kernel, and the shapes of the logits and of the filters."""
     shape = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-    rules = [shape(dtype, spec.rows) for dtype in (jnp.float32, jnp.int32, jnp.float32)]
+    filters = [shape(dtype, spec.rows) for dtype in (jnp.float32, jnp.int32, jnp.float32)]
     run = lambda *args: api.cutoffs(*args, implementation="mosaic_gpu")
-    return run, (shape(jnp.float32, spec.rows, spec.width), *rules)
+    return run, (shape(jnp.float32, spec.rows, spec.width), *filters)
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Random logits and the rules, for `build`."""
+    """Random logits and the filters, for `build`."""
     logits = spec.spread * jax.random.normal(key, (spec.rows, spec.width), jnp.float32)
-    rules = (1.0, jnp.float32), (spec.top_k, jnp.int32), (spec.top_p, jnp.float32)
-    return logits, *(jnp.full(spec.rows, value, dtype) for value, dtype in rules)
+    filters = (1.0, jnp.float32), (spec.top_k, jnp.int32), (spec.top_p, jnp.float32)
+    return logits, *(jnp.full(spec.rows, value, dtype) for value, dtype in filters)

@@ -100,11 +100,12 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
 
 def _run(step: Step, *args: jax.Array) -> jax.Array:
     launch = dispatch.resolve("ladder", "mosaic_gpu", chips=CHIPS)
-    options = dict(tokens=TOKENS) if step == "6_grouped" else {}
     if launch is None:
-        return (reference.grouped if options else reference.product)(*args, **options)
-    module = importlib.import_module(f"pallas_kernels.ladder.mosaic_{step}")  # a slow import
-    return module.product(*args, launch=launch, **options)
+        product = reference.grouped if step == "6_grouped" else reference.product
+    else:  # a slow import
+        module = importlib.import_module(f"pallas_kernels.ladder.mosaic_{step}")
+        product = functools.partial(module.product, launch=launch)
+    return product(*args, tokens=TOKENS) if step == "6_grouped" else product(*args)
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:

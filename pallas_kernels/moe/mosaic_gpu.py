@@ -6,8 +6,6 @@ the largest possible number of items; blocks past `num_items` return immediately
 """
 
 import functools
-import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -16,56 +14,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import formats
+from pallas_kernels.activations import are_quantized
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
-from pallas_kernels.moe.reference import ALPHA, ExpertWeights
+from pallas_kernels.moe.paths import TuningConfig
+from pallas_kernels.moe.reference import ALPHA, Experts, ExpertWeights
+from pallas_kernels.moe.worklist import Worklist
 from pallas_kernels.pipeline import Pipeline
+from pallas_kernels.quantize.api import operand, spread
 from pallas_kernels.weight_tiles.codecs import codec_of
 from pallas_kernels.weight_tiles.format import Format, fetch_scales, fetch_tile
 from pallas_kernels.weight_tiles.mma import Operands
-
-_MOST_TOKENS = 80
-"""Most rows of an item on Hopper: their sums of gate and up fill the registers."""
-
-
-@dataclass(frozen=True)
-class TuningConfig:
-    """Tile sizes; the result's bits do not depend on them.
-
-    Attributes:
-      tokens: rows of an item: 8, 16, 32 or 64; on Hopper any multiple of 8 up to 80, and 128
-        quantised rows, whose weights are not unpacked in registers.
-      shared: all items read the same rows of x, so rows need no sorting by expert.
-      stages: preferred pipeline stages of gate_up and down, see `Format.stages`.
-    """
-
-    tokens: int
-    shared: bool
-    stages: tuple[int, int]
-
-    @classmethod
-    def choose(
-        cls, R: int, E: int, top_k: int, *, hopper: bool, quantized: bool, tiled: bool = False
-    ) -> "TuningConfig":
-        """Config for R rows, which are quantised or not, and weights whose tiles are contiguous or
-        not.
-
-        An item loads and unpacks the weights of its expert again, so most experts should need the
-        fewest items possible. An expert has `busy` rows on average, and their deviation is about
-        the root of it.
-        """
-        if R <= 16:  # one item holds all rows
-            return cls(8 if R <= 8 else 16, True, (4 if tiled else 2, 3))
-        busy = R * top_k / E
-        tokens = next((t for t in (8, 16, 32) if t >= 1.5 * busy), 64)
-        if R <= 64:
-            return cls(tokens, False, {32: (4, 2), 64: (2, 2)}.get(tokens, (2, 3)))
-        if hopper and quantized and busy > 96:
-            return cls(128, False, (2, 3))
-        if hopper and not quantized:
-            enough = busy + 2 * math.sqrt(busy)  # for most experts
-            tokens = 8 * math.ceil(enough / math.ceil(enough / _MOST_TOKENS) / 8)
-        return cls(tokens, False, (2, 2))
 
 
 def _activate(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
@@ -226,6 +185,28 @@ def _grouped(
     optional = [array for array in optional if array is not None]
     values = form.kernel_values(weight.values)
     return kernel(x, experts, num_items, values, *optional)
+
+
+def results(
+    x: jax.Array, work: Worklist, experts: Experts, config: TuningConfig, launch: Launch
+) -> jax.Array:
+    """Results of all items, bfloat16 [slots, D]; slots of no row are undefined and never read.
+
+    With `experts.first` the worklist is that of `worklist.own_items`.
+    """
+    weights = experts.gate_up, experts.down
+    quantized = [are_quantized(experts.activations, w.values, w.scale) for w in weights]
+    if config.shared:
+        x, scale = operand(x, quantized[0], launch)
+    else:
+        size = work.items * config.tokens
+        of_share = None if experts.first is None else work.num_items
+        x, scale = spread(x, work.slots, size, quantized[0], launch, of_share, config.tokens)
+    items = work.experts, work.num_items, work.items
+    arranged = formats.kind(experts.down.values, experts.down.scale) == "mxfp4"
+    x = gate_up(x, experts.gate_up, *items, experts.limit, config, launch, arranged, scale)
+    x, scale = operand(x, quantized[1], launch)
+    return down(x, experts.down, *items, config, launch, arranged, scale)
 
 
 @functools.partial(jax.jit, static_argnames=("items", "limit", "config", "launch", "arranged"))

@@ -58,16 +58,16 @@ def divided(x: Any, by: int) -> Any:
     return mlir.arith.divui(x, word(by))
 
 
-def both(x: Any, y: Any) -> Any:
+def bit_and(x: Any, y: Any) -> Any:
     """Bits that are set in both words, or whether both conditions are true."""
     return mlir.arith.andi(x, word(y))
 
 
-def either(x: Any, y: Any) -> Any:
+def bit_or(x: Any, y: Any) -> Any:
     return mlir.arith.ori(x, word(y))
 
 
-def unlike(x: Any, y: Any) -> Any:
+def bit_xor(x: Any, y: Any) -> Any:
     """Bits that differ."""
     return mlir.arith.xori(x, word(y))
 
@@ -114,7 +114,7 @@ def popcount(x: Any) -> Any:
 
 def thread() -> Any:
     """This thread's number in its warpgroup."""
-    return both(_pure("mov.u32 $0, %tid.x;", "=r", []), 127)
+    return bit_and(_pure("mov.u32 $0, %tid.x;", "=r", []), 127)
 
 
 def largest(x: Any) -> Any:

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cluster_send
-from pallas_kernels.moe.mosaic_route import ROWS, padded_experts
+from pallas_kernels.moe.paths import ROWS, Routing, padded_experts
 
 
 class Own(NamedTuple):
@@ -38,6 +38,12 @@ class Plan(NamedTuple):
     tokens: int
     shared: bool
     interpreted: bool
+
+    @classmethod
+    def of(cls, R: int, E: int, routing: Routing) -> "Plan":
+        interpreted = routing.launch.interpret is not None
+        rule = routing.top_k, routing.normalize, routing.tokens, routing.shared
+        return cls(R, E, *rule, interpreted)
 
     @property
     def rows(self) -> int:

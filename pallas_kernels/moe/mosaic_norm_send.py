@@ -1,4 +1,4 @@
-"""What the blocks of `mosaic_norm_product` and `mosaic_norm_route` send each other: rows, products
+"""What the blocks of `mosaic_norm` send each other: rows, products
 and logits.
 
 Each goes straight to shared memory, to an array of the receiving block, by `st.async`, and is
@@ -9,7 +9,7 @@ sent to it.
     message    from                                    to
     rows       the block that norms the row            the block that multiplies these columns
     products   the block that multiplies a step        the block that adds these experts' products
-    logits     the block that adds products            block 0, in `mosaic_norm_route`
+    logits     the block that adds products            block 0, in `norm_and_route`
 
 Each cluster has a tile of the rows, and sends nothing to others.
 
@@ -130,10 +130,10 @@ def memory(
         received |= dict(logits_smem=plgpu.SMEM(logits_shape, jnp.float32))
     if launch.interpret is None:
         return Memory((), received | dict(barriers_smem=cluster_send.barriers(len(received))))
-    made = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    out = (made(sizes.tiles, sizes.steps, EXPERTS, sizes.tokens),)
+    float32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    out = (float32(sizes.tiles, sizes.steps, EXPERTS, sizes.tokens),)
     if logits_shape is not None:
-        out += (made(sizes.tokens, EXPERTS),)
+        out += (float32(sizes.tokens, EXPERTS),)
     barrier = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=groups)
     return Memory(out, received | dict(cluster_barrier=barrier))
 
@@ -196,8 +196,10 @@ class Messages:
         """
         if self._interpreted:
             return
-        to = self.x_smem, self.barriers_smem, _ROWS
-        cluster_send.send_strip(*to, r, column, strip_reg, layout, self.sizes.own_steps * STEP)
+        columns = self.sizes.own_steps * STEP
+        cluster_send.send_strip(
+            self.x_smem, self.barriers_smem, _ROWS, r, column, strip_reg, layout, columns
+        )
 
     def receive_rows(self, normed_gmem: Any) -> None:
         """All rows of the cluster have arrived in x_smem, where the MMA may read them."""

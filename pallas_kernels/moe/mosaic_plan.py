@@ -22,10 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cluster_send
-from pallas_kernels.dispatch import Launch
 from pallas_kernels.moe import mosaic_route
 from pallas_kernels.moe.mosaic_layout import Own, Plan, Scratch, scratch_types
-from pallas_kernels.moe.mosaic_route import ROWS
 from pallas_kernels.moe.mosaic_sort import (
     clear_columns,
     clear_masks,
@@ -38,14 +36,7 @@ from pallas_kernels.moe.mosaic_sort import (
     store_masks,
 )
 from pallas_kernels.moe.mosaic_topk import choose, load_logits, softmax
-
-MOST_ROWS, MOST_EXPERTS, MOST_CHOSEN = 256, 128, 64
-
-
-def fits(R: int, E: int, top_k: int) -> bool:
-    """Whether the kernel takes R rows and E experts. The code that adds up a row's powers grows
-    with top_k."""
-    return R <= MOST_ROWS and E <= MOST_EXPERTS and top_k <= MOST_CHOSEN
+from pallas_kernels.moe.paths import ROWS, Routing
 
 
 class Results(NamedTuple):
@@ -131,25 +122,15 @@ def plan_rows(
     store_columns(plan, weights_reg, results_gmem.weights_gmem, first_row)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("top_k", "normalize", "tokens", "shared", "items", "launch", "count"),
-)
+@functools.partial(jax.jit, static_argnames=("routing", "count"))
 def route_and_plan(
-    logits: jax.Array,  # [R, E] float32, R <= MOST_ROWS
+    logits: jax.Array,  # [R, E] float32, R <= 256, E <= 128
     bias: jax.Array | None,  # [E]
+    routing: Routing,
     first: jax.Array | None = None,  # [] or [1] int32
-    *,
-    top_k: int,
-    normalize: bool,
-    tokens: int,
-    shared: bool,
-    items: int,
-    launch: Launch,
     count: int | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Routes the rows and builds the worklist, as `worklist.make_worklist` with `tokens` and
-    `shared`.
+    """Routes the rows and builds the worklist, as `worklist.make_worklist`.
 
     With `first` the result is that of `worklist.own_items` for the experts `first` ..
     `first + count`.
@@ -161,20 +142,17 @@ def route_and_plan(
       weights float32 [k, R'], slots int32 [k, R'], experts int32 [items'], num_items int32 [64]
       (all equal); R' and items' are the next multiples of 64. Entries past R are unspecified.
     """
-    if not fits(*logits.shape, top_k):
-        raise ValueError(f"{logits.shape=} {top_k=} {tokens=} exceed the limits of this kernel")
-    interpreted = launch.interpret is not None
-    plan = Plan(*logits.shape, top_k, normalize, tokens, shared, interpreted)
+    plan = Plan.of(*logits.shape, routing)
     logits = mosaic_route.pad_for_copy(logits)
     blocks, Ep = plan.blocks, plan.Ep
-    staged = not normalize or logits.shape != (blocks * plan.rows, Ep)
+    staged = not plan.normalize or logits.shape != (blocks * plan.rows, Ep)
     operands = [logits, *mosaic_route.padded_bias(bias)]
     if first is not None:
         operands.append(first.reshape(1))
 
     num_refs = len(operands) - 1 + len(Results._fields)
     exchanged = (
-        [jax.ShapeDtypeStruct((blocks, Ep), jnp.int32)] if interpreted and blocks > 1 else []
+        [jax.ShapeDtypeStruct((blocks, Ep), jnp.int32)] if plan.interpreted and blocks > 1 else []
     )
 
     def body(
@@ -204,17 +182,19 @@ def route_and_plan(
         if staged:
             plgpu.barrier_wait(scratch.loaded_barrier)
             source_ref = scratch.logits_smem
-        plan_rows(plan, g, source_ref, bias_gmem, own, items, results_gmem, counts_gmem, scratch)
+        plan_rows(
+            plan, g, source_ref, bias_gmem, own, routing.items, results_gmem, counts_gmem, scratch
+        )
 
     outputs = plgpu.kernel(
         body,
-        out_type=(*results(plan, items), *exchanged),
+        out_type=(*results(plan, routing.items), *exchanged),
         scratch_types=scratch_types(plan, staged),
         # No scratch: every reduction stays within a warp, which saves two barriers each.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
         cluster=(blocks,),
         cluster_names=("block",),
-        interpret=launch.interpret,
+        interpret=routing.launch.interpret,
         kernel_name="moe_route_and_plan",
     )(*operands)
     return tuple(outputs[:4])

@@ -158,7 +158,7 @@ def _place_experts(plan: Plan, masks: Any, counts: Any, ends: Any, base: Any, bl
     """What one thread does in `place_experts`; arguments are the addresses of [Ep], counts of
     [blocks, Ep]."""
     width = plan.Ep // 32
-    first = lanes.times(lanes.both(lanes.thread(), 31), 4 * width)
+    first = lanes.times(lanes.bit_and(lanes.thread(), 31), 4 * width)
     if plan.blocks == 1:
         count = [lanes.popcount(mask) for mask in lanes.load(lanes.plus(masks, first), width)]
         earlier = [0] * width
@@ -220,7 +220,7 @@ def scan_items(Ep: int, tiles_smem: Any, ends_smem: Any, interpreted: bool) -> N
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def scan(_, tiles, ends):
         width = Ep // 32
-        first = lanes.times(lanes.both(lanes.thread(), 31), 4 * width)
+        first = lanes.times(lanes.bit_and(lanes.thread(), 31), 4 * width)
         numbers = lanes.load(lanes.plus(lanes.address(tiles), first), width)
         lanes.store_words(lanes.plus(lanes.address(ends), first), _scan(numbers))
         lanes.sync_warp()
@@ -244,7 +244,7 @@ def store_count(ends_smem: Any, num_items_gmem: Any, g: Any, interpreted: bool) 
         thread = lanes.thread()
         (items,) = lanes.load(lanes.plus(lanes.address(ends), 4 * last))
         is_first = lanes.equal(lanes.scalar(block), 0)
-        where = lanes.both(is_first, lanes.less(thread, count))
+        where = lanes.bit_and(is_first, lanes.less(thread, count))
         place = lanes.global_address(num_items)
         lanes.store_global(place, lanes.times(thread, 4), items, where)
 
@@ -258,12 +258,11 @@ def find_slots(plan: Plan, ids_reg: jax.Array, first_row: Any, scratch: Scratch)
       ids_reg: [k8, rows], the chosen experts.
       first_row: the block's first row.
     """
-    how = plan.tall, plan.interpreted
-    base = lanes.gather(scratch.base_smem, ids_reg, *how)
+    base = lanes.gather(scratch.base_smem, ids_reg, plan.tall, plan.interpreted)
     row = plan.tall_iota(1)
     if plan.shared:
         return base + (row + first_row)
-    masks = lanes.gather(scratch.masks_smem, ids_reg, *how)
+    masks = lanes.gather(scratch.masks_smem, ids_reg, plan.tall, plan.interpreted)
     return base + popcount(masks & ((1 << row) - 1))
 
 
@@ -307,7 +306,7 @@ def store_experts(
     )
     def put(_, ends, experts, block, *firsts):
         start, to = lanes.address(ends), lanes.global_address(experts)
-        warp, lane = lanes.right(lanes.thread(), 5), lanes.both(lanes.thread(), 31)
+        warp, lane = lanes.right(lanes.thread(), 5), lanes.bit_and(lanes.thread(), 31)
 
         def store_some(i, _):
             turn = lanes.plus(lanes.times(i, 4), warp)
@@ -359,8 +358,8 @@ def store_columns(plan: Plan, x_reg: jax.Array, out_gmem: Any, first_row: Any) -
     @plgpu.inline_mgpu(arg_types=(plan.tall, plgpu.RefType(), lanes.SCALAR))
     def put(_, x, out, first):
         to = lanes.global_address(out)
-        warp, lane = lanes.right(lanes.thread(), 5), lanes.both(lanes.thread(), 31)
-        j = lanes.both(lane, 7)
+        warp, lane = lanes.right(lanes.thread(), 5), lanes.bit_and(lanes.thread(), 31)
+        j = lanes.bit_and(lane, 7)
         row = lanes.plus(lanes.times(lanes.right(lane, 3), 4), warp)
         column = lanes.plus(lanes.scalar(first), row)
         groups = plan.rows // 16
@@ -368,7 +367,7 @@ def store_columns(plan: Plan, x_reg: jax.Array, out_gmem: Any, first_row: Any) -
             entry = lanes.plus(j, 8 * (i // groups))
             at = lanes.plus(column, 16 * (i % groups))
             exists = lanes.less(entry, plan.top_k)
-            where = lanes.both(exists, lanes.less(at, plan.padded_rows))
+            where = lanes.bit_and(exists, lanes.less(at, plan.padded_rows))
             place = lanes.plus(lanes.times(entry, plan.padded_rows), at)
             lanes.store_global(to, lanes.times(place, 4), word, where)
 

@@ -75,8 +75,7 @@ def choose(
         ],
     )
     def choose_(_, logits, keys, ids):
-        to = lanes.address(keys), lanes.address(ids)
-        found = _choose(plan, lanes.elements(logits), *to)
+        found = _choose(plan, lanes.elements(logits), lanes.address(keys), lanes.address(ids))
         dtypes = jnp.float32, jnp.int32
         return [
             lanes.array(x, shape, dtype, plan.tall) for x, dtype in zip(found, dtypes, strict=True)
@@ -113,7 +112,7 @@ def _key(logit: Any) -> Any:
 
     It is its own inverse, but for -0.0.
     """
-    key = lanes.unlike(logit, lanes.both(lanes.right(logit, 31), 2**31 - 1))
+    key = lanes.bit_xor(logit, lanes.bit_and(lanes.right(logit, 31), 2**31 - 1))
     return lanes.select(lanes.equal(logit, lanes.LOWEST), 0, key)
 
 
@@ -125,10 +124,10 @@ def _choose(plan: Plan, logits: list, keys_start: Any, ids_start: Any) -> tuple[
       keys_start, ids_start: the addresses of keys_smem and ids_smem.
     """
     width = plan.Ep // 32
-    lane = lanes.both(lanes.thread(), 31)
+    lane = lanes.bit_and(lanes.thread(), 31)
     warp = lanes.right(lanes.thread(), 5)
     own = lanes.left(1, lane)
-    upto = lanes.either(lanes.minus(own, 1), own)  # this lane and those below
+    upto = lanes.bit_or(lanes.minus(own, 1), own)  # this lane and those below
     keys = [_key(x) for x in logits]
     # -inf marks columns past E, which lose against all that is finite.
     places = []
@@ -147,7 +146,7 @@ def _choose(plan: Plan, logits: list, keys_start: Any, ids_start: Any) -> tuple[
                 keys[a], keys[b] = lanes.larger(keys[a], keys[b]), lanes.smaller(keys[a], keys[b])
         packed = order[0]
         for i in range(1, width):
-            packed = lanes.either(packed, lanes.left(order[i], 8 * i))
+            packed = lanes.bit_or(packed, lanes.left(order[i], 8 * i))
         places.append(packed)
 
     count = plan.loaded_rows // 4
@@ -165,7 +164,7 @@ def _choose(plan: Plan, logits: list, keys_start: Any, ids_start: Any) -> tuple[
         to_key, to_id = (lanes.plus(start, lanes.times(j, 4)) for start in starts)
         left_keys, left_places = [], []
         for i in range(count):
-            is_own = lanes.equal(lanes.both(same[i], upto), own)
+            is_own = lanes.equal(lanes.bit_and(same[i], upto), own)
             lanes.store(lanes.plus(to_key, i * size), heads[i], is_own)
             lanes.store(lanes.plus(to_id, i * size), places[i], is_own)
             after = [*keys[i * width + 1 : (i + 1) * width], lanes.word(lanes.LOWEST)]
@@ -187,7 +186,7 @@ def _load_picks(plan: Plan, starts: tuple[Any, Any], lane: Any) -> tuple[list, l
     """
     size = 4 * plan.k8
     values, ids = [], []
-    part, j = lanes.right(lane, 3), lanes.both(lane, 7)
+    part, j = lanes.right(lane, 3), lanes.bit_and(lane, 7)
     for first in range(0, plan.k8, 8):
         for group in range(plan.rows // 16):
             row = lanes.plus(part, 4 * group)  # among those of the warp
@@ -197,7 +196,7 @@ def _load_picks(plan: Plan, starts: tuple[Any, Any], lane: Any) -> tuple[list, l
                 row = lanes.select(is_loaded, row, 0)
             entry = lanes.plus(lanes.times(row, size), lanes.times(lanes.plus(j, first), 4))
             (key,), (id_,) = (lanes.load(lanes.plus(start, entry)) for start in starts)
-            value, id_ = _key(key), lanes.both(id_, 255)
+            value, id_ = _key(key), lanes.bit_and(id_, 255)
             if first + 8 > plan.top_k:
                 is_pick = lanes.less(lanes.plus(j, first), plan.top_k)
                 value = lanes.select(is_pick, value, -(2**23))  # the bits of -inf
@@ -223,11 +222,11 @@ def _picks(plan: Plan, x_reg: jax.Array, count: int) -> list[jax.Array]:
     def spread(_, x):
         groups = plan.rows // 16
         found = lanes.elements(x)
-        column = lanes.both(lanes.thread(), 24)
+        column = lanes.bit_and(lanes.thread(), 24)
 
         def entry(j):
             own = [
-                lanes.of_lane(found[j // 8 * groups + i], lanes.either(column, j % 8))
+                lanes.of_lane(found[j // 8 * groups + i], lanes.bit_or(column, j % 8))
                 for i in range(groups)
             ]
             return lanes.array(own * (plan.k8 // 8), shape, x_reg.dtype, plan.tall)

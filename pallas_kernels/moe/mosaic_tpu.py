@@ -28,8 +28,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import formats
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.moe.reference import ExpertWeights, _activate
-from pallas_kernels.moe.worklist import Worklist
+from pallas_kernels.moe import reference
+from pallas_kernels.moe.reference import Choice, Experts, ExpertWeights, Mixture, activate
+from pallas_kernels.moe.worklist import Worklist, make_worklist
 
 TOKENS = 32
 """Rows of an item."""
@@ -40,10 +41,10 @@ _MOST_COLUMNS = 8192
 VMEM."""
 
 
-def refusal(x: jax.Array, *weights: ExpertWeights) -> str | None:
-    """Why the kernels do not support these arguments; None if they do."""
-    if x.dtype != jnp.bfloat16:
-        return f"activations must be bfloat16, not {x.dtype}"
+def refusal(dtype: jnp.dtype, *weights: ExpertWeights) -> str | None:
+    """Why the kernels do not support rows of `dtype` and these weights; None if they do."""
+    if dtype != jnp.bfloat16:
+        return f"activations must be bfloat16, not {dtype}"
     for weight in weights:
         values, scale = weight.values, weight.scale
         kind = formats.kind(values, scale)
@@ -58,26 +59,37 @@ def refusal(x: jax.Array, *weights: ExpertWeights) -> str | None:
     return None
 
 
-def experts(
+def mixture(
     x: jax.Array,  # [R, D]
-    work: Worklist,
-    shared: bool,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
-    limit: float | None,
+    logits: jax.Array,  # [R, E]
+    choice: Choice,
+    experts: Experts,
     launch: Launch,
-) -> jax.Array:
-    """Results of all items, [items * TOKENS, D] in `x.dtype`; undefined where no slot points."""
-    R = x.shape[0]
+) -> Mixture:
+    """The mixture, with a part for each of a row's experts; XLA chooses them and sorts the rows."""
+    weights, ids = reference.choose(logits, choice, experts)
+    values, slots = results(x, ids, experts, launch)
+    return Mixture(values, weights.T, slots)
+
+
+def results(
+    x: jax.Array, ids: jax.Array, experts: Experts, launch: Launch
+) -> tuple[jax.Array, jax.Array]:
+    """Results of all items [items * TOKENS, D] in `x.dtype`, undefined where no slot points, and
+    the slots [k, R] of rows x [R, D] with experts ids [R, k]."""
+    R, E = len(x), len(experts.gate_up.values)
+    shared = R <= TOKENS
+    work = make_worklist(ids.T, E, TOKENS, shared)
     if shared:
         rows = jnp.pad(x, ((0, TOKENS - R), (0, 0)))
     else:
         source = jnp.zeros(work.items * TOKENS, jnp.int32)
         rows = x[source.at[work.slots].set(jnp.arange(R, dtype=jnp.int32))]
-    run = functools.partial(_product, work=work, limit=limit, launch=launch)
-    inner = run(rows, gate_up, shared=shared)
+    run = functools.partial(_product, work=work, limit=experts.limit, launch=launch)
+    inner = run(rows, experts.gate_up, shared=shared)
     with_part = lambda leaf: None if leaf is None else leaf[:, None]  # one part a weight
-    return run(inner, ExpertWeights(*map(with_part, down)), shared=False)
+    down = ExpertWeights(*map(with_part, experts.down))
+    return run(inner, down, shared=False), work.slots
 
 
 def _product(
@@ -147,7 +159,7 @@ def _product(
                 if other_refs:
                     y += other_refs[0][part].astype(jnp.float32)
                 products.append(y)
-            y = _activate(*products, limit) if parts == 2 else products[0]
+            y = activate(*products, limit) if parts == 2 else products[0]
             out_vmem[...] = y.astype(out_vmem.dtype)
 
     # Tiles of weights, twice while the next ones are copied, and what they are unpacked to.

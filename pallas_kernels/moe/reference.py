@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import formats
 from pallas_kernels.activations import Activations, result_dtype, rounding
+from pallas_kernels.block_gemm.api import add_in_order
 from pallas_kernels.block_gemm.reference import product
 
 ALPHA = 1.702  # sigmoid factor of GPT-OSS; not in its config
@@ -25,8 +26,9 @@ ROWS = 8
 class ExpertWeights(NamedTuple):
     """One projection of every expert: values and scale as in `pallas_kernels.formats`.
 
-    Shapes are those of `moe.api.moe`: gate_up values [E, 2, F, D], bias [E, 2, F]; down values
-    [E, D, F], bias [E, D].
+    Attributes:
+      values: gate_up [E, 2, F, D], gate first, mxfp4 [E, 2, F, D / 2]; down [E, D, F].
+      bias: gate_up [E, 2, F], down [E, D].
     """
 
     values: jax.Array
@@ -34,8 +36,92 @@ class ExpertWeights(NamedTuple):
     bias: jax.Array | None = None
 
 
+class Experts(NamedTuple):
+    """Experts that compute `down(activation(gate(x), up(x)))`.
+
+    Products have float32 accumulation; biases and activation are float32. Rows of down and results
+    are rounded to the dtype of the stream (`activations.result_dtype`).
+
+    Attributes:
+      limit: None: `silu(gate) * up`. Else GPT-OSS's activation: with gate at most `limit` and up in
+        [-limit, limit], `(up + 1) * gate * sigmoid(1.702 gate)`.
+      activations: "fp8" quantises the rows that fp8 weights multiply
+        (`pallas_kernels.activations`).
+      first: [] int32. The experts are those from here on, and others are left out: their parts of a
+        mixture have weight 0 and no value. None: all experts are there.
+    """
+
+    gate_up: ExpertWeights
+    down: ExpertWeights
+    limit: float | None = None
+    activations: Activations = "bf16"
+    first: jax.Array | None = None
+
+
+class Choice(NamedTuple):
+    """The choice of a row's experts by its logits.
+
+    Attributes:
+      top_k: experts per row.
+      normalize: weights are the softmax over the chosen logits; otherwise over all, and the weights
+        sum to less than 1.
+      bias: [E], added to the logits, or None.
+    """
+
+    top_k: int
+    normalize: bool
+    bias: jax.Array | None = None
+
+
+class Mixture(NamedTuple):
+    """Results of the experts before the sum: row r is `sum_j weights[j, r] values[rows[j, r]]`, in
+    float32.
+
+    Attributes:
+      values: [slots, D] in the dtype of the stream.
+      weights: [k, R'] float32, R' >= R; entries past R are unspecified.
+      rows: [k, R'] int32.
+    """
+
+    values: jax.Array
+    weights: jax.Array
+    rows: jax.Array
+
+    def added(self, num_rows: int) -> jax.Array:
+        """The sum [R, D], rounded once to the dtype of `values`; parts of weight 0 need no
+        value."""
+        weights = self.weights[:, :num_rows, None]
+        parts = self.values[self.rows[:, :num_rows]] * weights
+        return add_in_order(jnp.where(weights != 0, parts, 0)).astype(self.values.dtype)
+
+
+def mixture(x: jax.Array, logits: jax.Array, choice: Choice, experts: Experts) -> Mixture:
+    """The mixture of rows x [R, D] with logits [R, E], added already: each row has one part."""
+    weights, ids = choose(logits, choice, experts)
+    values = moe(x, ids, weights, experts.gate_up, experts.down, experts.limit, experts.activations)
+    rows = jnp.arange(len(x), dtype=jnp.int32)[None]
+    return Mixture(values, jnp.ones(rows.shape, jnp.float32), rows)
+
+
+def choose(logits: jax.Array, choice: Choice, experts: Experts) -> tuple[jax.Array, jax.Array]:
+    """Weights [R, k] and ids [R, k] among `experts`; those that are not there have 0 and -1."""
+    if choice.bias is not None:
+        logits = logits + choice.bias.astype(jnp.float32)
+    weights, ids = route(logits, choice.top_k, choice.normalize)
+    if experts.first is None:
+        return weights, ids
+    local = ids - experts.first
+    is_own = (local >= 0) & (local < len(experts.gate_up.values))
+    return jnp.where(is_own, weights, 0.0), jnp.where(is_own, local, -1)
+
+
 def route(logits: jax.Array, top_k: int, normalize: bool) -> tuple[jax.Array, jax.Array]:
-    """logits [R, E] -> weights [R, k], ids [R, k]."""
+    """logits [R, E] float32 -> weights [R, k] float32, ids [R, k] int32, the largest first.
+
+    Ties go to the lower id. Experts with a logit of -inf come last and have weight 0, unless a row
+    has no others. With logits [0, 3, 1] and top_k 2 the ids are [1, 2]; weights are softmax([3, 1])
+    when normalised, else the second and third entry of softmax([0, 3, 1]).
+    """
     chosen, ids = jax.lax.top_k(logits, top_k)  # ties: the lower id first
     powers = jnp.exp(chosen - chosen[:, :1])
     total = powers if normalize else jnp.exp(logits - chosen[:, :1])
@@ -60,6 +146,7 @@ def moe(
     limit: float | None,
     activations: Activations = "bf16",
 ) -> jax.Array:
+    """Each row's weighted sum over its experts, in float32, then rounded: [R, D]."""
     R, D = x.shape
     E = gate_up.values.shape[0]
     x, weights = _blocks(x, 0), _blocks(weights, 0)
@@ -109,7 +196,7 @@ def _expert(
 
     def block(rows):  # [ROWS, D]
         rows = read_x(rows)
-        inner = _activate(_linear(rows, gate, gate_bias), _linear(rows, up, up_bias), limit)
+        inner = activate(_linear(rows, gate, gate_bias), _linear(rows, up, up_bias), limit)
         return _linear(read_inner(inner.astype(dtype)), out, down.bias).astype(dtype)
 
     return jax.lax.map(block, x)
@@ -131,7 +218,7 @@ def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Arra
     return y if bias is None else y + bias.astype(jnp.float32)
 
 
-def _activate(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
+def activate(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
     if limit is None:
         return jax.nn.silu(gate) * up
     gate = jnp.minimum(gate, limit)

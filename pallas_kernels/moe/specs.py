@@ -1,25 +1,165 @@
 """Mixture-of-experts workloads of supported models by kernel, for compile tests and benchmarks."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dispatch, formats
-from pallas_kernels.activations import Quantized, dequantize, quantize
+from pallas_kernels.activations import Activations, Quantized, dequantize, quantize
 from pallas_kernels.block_gemm.api import linear
-from pallas_kernels.block_gemm.specs import random_leaf, weight_of
+from pallas_kernels.block_gemm.specs import (
+    MMA_OF_QUANTIZED_ROWS,
+    Form,
+    chips_of,
+    random_leaf,
+    weight_of,
+)
 from pallas_kernels.device import Device
-from pallas_kernels.moe import reference, spec_shapes
-from pallas_kernels.moe.reference import ExpertWeights
-from pallas_kernels.moe.spec_shapes import Spec
-from pallas_kernels.moe.worklist import Worklist, make_worklist, most_items, own_items
+from pallas_kernels.moe import paths, reference
+from pallas_kernels.moe.paths import Routing, TuningConfig
+from pallas_kernels.moe.reference import Choice, ExpertWeights
+from pallas_kernels.moe.worklist import Worklist, make_worklist, own_items
 from pallas_kernels.rms_norm.api import add_rms_norm
 
-CHIPS, MMA, SPECS = spec_shapes.CHIPS, spec_shapes.MMA, spec_shapes.SPECS
+CHIPS = paths.CHIPS
+MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+"""Required matrix instruction of gate_up and down, by chip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One kernel on bfloat16 rows, gate_up of tiles on float16 rows: experts [E, 2, inner, width]
+    and [E, width, inner].
+
+    Attributes:
+      kernel: norm_product is `mosaic_norm.norm_and_product`, norm_route
+        `mosaic_norm.norm_and_route`, plan `mosaic_plan.route_and_plan`, place
+        `mosaic_route.route_and_place`. The other names are those of the functions.
+      items: items of gate_up and down, about as many as random routing gives; they touch as many
+        experts as possible.
+      form: format of the experts' weights.
+      bias: whether the router, or the experts, have a bias; norm_route and
+        norm_product: also the sum of the parts.
+      parts, normalize: of norm_route; parts also of norm_product.
+      own: plan: experts of a device that has not all of them; 0: it has all.
+      activations: "fp8": gate_up and down take quantised rows.
+    """
+
+    kernel: Literal["norm_product", "norm_route", "plan", "place", "spread", "gate_up", "down"]
+    rows: int
+    items: int = 0
+    experts: int = 128
+    top_k: int = 8
+    width: int = 2048
+    inner: int = 768
+    form: Form = "fp8"
+    bias: bool = False
+    parts: int = 4
+    normalize: bool = True
+    own: int = 0
+    limit: float | None = None
+    activations: Activations = "bf16"
+
+    @property
+    def chips(self) -> tuple[int, ...]:
+        """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows."""
+        if self.kernel in ("norm_product", "norm_route"):
+            return (90,)
+        if self.kernel == "place" and self.rows > 8192:
+            return (90, 100)
+        return chips_of(self.form)
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether the weights lie in tiles."""
+        return self.form.startswith("fp8_tiles")
+
+    @property
+    def arranged(self) -> bool:
+        """Whether gate_up stores its columns in `arrange` order for down."""
+        return self.form == "mxfp4"
+
+    @property
+    def mma(self) -> dict[int, str]:
+        """Required matrix instruction, as `MMA`."""
+        if self.kernel in ("norm_product", "norm_route"):
+            return MMA
+        if self.kernel not in ("gate_up", "down"):
+            return {}
+        return MMA_OF_QUANTIZED_ROWS if self.activations == "fp8" else MMA
+
+    @property
+    def quantized(self) -> bool:
+        """Whether gate_up and down take rows of e4m3 and their scales."""
+        return self.activations == "fp8"
+
+
+_ITEMS = {8: 51, 12: 69, 64: 129, 256: 131, 512: 128, 1024: 130, 4096: 514}
+GPT_OSS = dict(experts=32, top_k=4, width=2880, inner=2880, bias=True)
+
+SPECS = {
+    **{
+        f"qwen3-moe-{kernel.replace('_', '-')}-{R}": Spec(kernel=kernel, rows=R, items=items)
+        for kernel in ("gate_up", "down")
+        for R, items in _ITEMS.items()
+    },
+    **{
+        f"qwen3-moe-tiles-{kernel.replace('_', '-')}-{R}": Spec(
+            kernel=kernel, rows=R, items=items, form="fp8_tiles"
+        )
+        for kernel in ("gate_up", "down")
+        for R, items in _ITEMS.items()
+    },
+    **{f"qwen3-moe-plan-{R}": Spec(kernel="plan", rows=R) for R in (1, 8, 12, 64, 128, 200, 256)},
+    **{f"qwen3-moe-norm-route-{R}": Spec(kernel="norm_route", rows=R) for R in (1, 8, 12)},
+    "norm-route-16-of-8-parts": Spec(kernel="norm_route", rows=16, parts=8),
+    "norm-route-16-bias": Spec(kernel="norm_route", rows=16, parts=8, bias=True, normalize=False),
+    "norm-route-16-narrow": Spec(kernel="norm_route", rows=16, parts=8, width=1024),
+    **{f"qwen3-moe-norm-product-{R}": Spec(kernel="norm_product", rows=R) for R in (20, 64, 128)},
+    "norm-product-72-bias": Spec(kernel="norm_product", rows=72, parts=8, bias=True),
+    "norm-product-64-narrow": Spec(kernel="norm_product", rows=64, parts=8, width=1024),
+    **{f"qwen3-moe-place-{R}": Spec(kernel="place", rows=R) for R in (512, 1024, 4096, 16384)},
+    **{f"qwen3-moe-spread-{R}": Spec(kernel="spread", rows=R) for R in (64, 256, 512, 1024, 4096)},
+    **{
+        f"gpt-oss-{kernel.replace('_', '-')}-{R}": Spec(
+            kernel=kernel, rows=R, items=items, limit=7.0, form="bf16", **GPT_OSS
+        )
+        for kernel in ("gate_up", "down")
+        for R, items in ((8, 21), (64, 37))
+    },
+    **{
+        f"gpt-oss-mxfp4-{kernel.replace('_', '-')}-{R}": Spec(
+            kernel=kernel, rows=R, items=items, limit=7.0, form="mxfp4", **GPT_OSS
+        )
+        for kernel in ("gate_up", "down")
+        for R, items in ((8, 21), (12, 26), (64, 37), (256, 32), (4096, 224))
+    },
+    **{
+        f"per-row-{kernel.replace('_', '-')}-64": Spec(
+            kernel=kernel, rows=64, items=129, form="fp8_rows"
+        )
+        for kernel in ("gate_up", "down")
+    },
+    "per-row-tiles-gate-up-64": Spec(kernel="gate_up", rows=64, items=129, form="fp8_tiles_rows"),
+    **{
+        f"qwen3-moe-fp8-{kernel.replace('_', '-')}-{R}": Spec(
+            kernel=kernel, rows=R, items=items, activations="fp8"
+        )
+        for kernel in ("gate_up", "down")
+        for R, items in ((8, 51), (64, 129), (256, 128), (1024, 192), (4096, 320))
+    },
+    **{f"gpt-oss-plan-{R}": Spec(kernel="plan", rows=R, **GPT_OSS) for R in (8, 64, 256)},
+    "qwen3-moe-plan-own-64": Spec(kernel="plan", rows=64, own=64),
+    "gpt-oss-place-4096": Spec(kernel="place", rows=4096, **GPT_OSS),
+    # Of no supported model: Mosaic copies columns by TMA in tiles of 32, so these are padded.
+    "experts-60-plan-64": Spec(kernel="plan", rows=64, experts=60, top_k=4),
+    "experts-72-place-512": Spec(kernel="place", rows=512, experts=72, top_k=10),
+    "gpt-oss-spread-64": Spec(kernel="spread", rows=64, **GPT_OSS),
+}
 
 
 def configs(spec: Spec, device: Device) -> list:
@@ -78,16 +218,11 @@ def compared(spec: Spec, results: Any) -> Any:
     between two experts."""
     if spec.kernel == "norm_route":
         return results[:3]
-    if spec.kernel not in ("route", "plan", "place", "sort"):
+    if spec.kernel not in ("plan", "place"):
         return results
-    weights, placed, *work = results
-    made = weights[:, : spec.rows], placed[:, : spec.rows]
-    if not work:
-        return made
-    experts, num_items = work
-    config = _config(spec)
-    items = most_items(spec.rows, spec.experts, spec.top_k, config.tokens, config.shared)
-    return *made, experts[:items], num_items[:1]
+    weights, slots, experts, num_items = results
+    R = spec.rows
+    return weights[:, :R], slots[:, :R], experts[: _routing(spec, None).items], num_items[:1]
 
 
 def _experts_of_items(spec: Spec, key: jax.Array) -> jax.Array:
@@ -97,16 +232,24 @@ def _experts_of_items(spec: Spec, key: jax.Array) -> jax.Array:
     return chosen[jnp.arange(spec.items) * once // spec.items].astype(jnp.int32)
 
 
-def _config(spec: Spec):
+def _config(spec: Spec) -> TuningConfig:
     """The default's, of the kernel and of its reference alike: on a CPU that of an H200, which the
     interpreter imitates."""
-    from pallas_kernels.moe import mosaic_gpu  # a slow import that references spare
-
     device = dispatch.device()
-    hopper = device.platform == "cpu" or device.sm == 90
-    sizes = spec.rows, spec.experts, spec.top_k
-    forms = dict(hopper=hopper, quantized=spec.quantized, tiled=spec.in_tiles)
-    return mosaic_gpu.TuningConfig.choose(*sizes, **forms)
+    return TuningConfig.choose(
+        spec.rows,
+        spec.experts,
+        spec.top_k,
+        hopper=device.platform == "cpu" or device.sm == 90,
+        quantized=spec.quantized,
+        tiled=spec.in_tiles,
+    )
+
+
+def _routing(spec: Spec, launch: dispatch.Launch | None) -> Routing:
+    """`launch` is None of the reference, which has the same items."""
+    choice = Choice(spec.top_k, spec.normalize)
+    return Routing.of(spec.rows, spec.experts, choice, _config(spec), launch)
 
 
 def _x_dtype(spec: Spec) -> jnp.dtype:
@@ -130,35 +273,19 @@ def _made(dtype: jnp.dtype, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _route(spec: Spec) -> tuple[Callable, tuple]:
-    """logits [R, E][, bias [E]] -> weights, ids, both [k, R]."""
-
-    def run(logits, bias=None):
-        if launch := _launch():
-            from pallas_kernels.moe import mosaic_route
-
-            return mosaic_route.route(logits, bias, spec.top_k, True, launch)
-        weights, ids = _route_by_definition(spec, logits, bias)
-        return weights.T, ids.T
-
-    return run, _logits(spec)
-
-
 def _plan(spec: Spec) -> tuple[Callable, tuple]:
     """logits [R, E][, bias [E]][, first []] -> weights, slots [k, R], experts [items], num_items
     [1]; a kernel pads all."""
 
-    def run(logits, *rest):
-        first = rest[-1] if spec.own else None
-        bias = rest[0] if spec.bias else None
+    def run(logits, *more):
+        first = more[-1] if spec.own else None
+        bias = more[0] if spec.bias else None
         config = _config(spec)
-        plan = dict(tokens=config.tokens, shared=config.shared)
         if launch := _launch():
             from pallas_kernels.moe import mosaic_plan
 
-            items = most_items(spec.rows, spec.experts, spec.top_k, **plan)
-            how = dict(top_k=spec.top_k, normalize=True, items=items, count=spec.own or None)
-            return mosaic_plan.route_and_plan(logits, bias, first, launch=launch, **how, **plan)
+            routing = _routing(spec, launch)
+            return mosaic_plan.route_and_plan(logits, bias, routing, first, spec.own or None)
         weights, slots, experts, num_items = _sorted_by_definition(spec, logits, bias)
         if first is None:
             return weights, slots, experts, num_items
@@ -170,25 +297,23 @@ def _plan(spec: Spec) -> tuple[Callable, tuple]:
 
 
 def _norm(spec: Spec) -> tuple[Callable, tuple]:
-    """h [R, width], parts [S, R, width], scale [width], weight [E, width][, bias [width][, router
-    bias [E]]] -> sum, normed twice [R, width], and as `_plan`; of norm_product the logits float32
-    [R, E] instead."""
+    """h [R, width], parts [parts, R, width], scale [width], weight [E, width][, bias [width][,
+    router bias [E]]] -> sum, normed twice [R, width], and as `_plan`; of norm_product the logits
+    float32 [R, E] instead."""
     dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
-    config = _config(spec)
-    plan = dict(tokens=config.tokens, shared=config.shared)
     is_planned = spec.kernel == "norm_route"
 
     def run(h, parts, scale, weight, bias=None, router_bias=None):
-        given = h, parts, bias, scale, weight
         if launch := _launch(spec.chips):
-            from pallas_kernels.moe import mosaic_norm_product, mosaic_norm_route
+            from pallas_kernels.moe import mosaic_norm
 
-            norm = dict(eps=1e-6, launch=launch, out_dtypes=dtypes)
             if not is_planned:
-                return mosaic_norm_product.norm_and_product(*given, **norm)
-            items = most_items(spec.rows, spec.experts, spec.top_k, **plan)
-            choice = dict(top_k=spec.top_k, normalize=spec.normalize, items=items)
-            return mosaic_norm_route.norm_and_route(*given, router_bias, **norm, **choice, **plan)
+                return mosaic_norm.norm_and_product(
+                    h, parts, bias, scale, weight, eps=1e-6, launch=launch, out_dtypes=dtypes
+                )
+            arrays = h, parts, bias, scale, weight, router_bias
+            routing = _routing(spec, launch)
+            return mosaic_norm.norm_and_route(*arrays, routing, eps=1e-6, out_dtypes=dtypes)
         rows = add_rms_norm(h, parts, scale, eps=1e-6, bias=bias, out_dtypes=dtypes)
         logits = linear(rows[1], weight, out_dtype=jnp.float32)
         return *rows, *(
@@ -207,27 +332,9 @@ def _place(spec: Spec) -> tuple[Callable, tuple]:
 
     def run(logits, bias=None):
         if launch := _launch():
-            from pallas_kernels.moe import mosaic_place
-
-            config = _config(spec)
-            items = most_items(spec.rows, spec.experts, spec.top_k, config.tokens, False)
-            how = dict(top_k=spec.top_k, normalize=True, tokens=config.tokens, items=items)
-            return mosaic_place.route_and_place(logits, bias, launch=launch, **how)
-        return _sorted_by_definition(spec, logits, bias)
-
-    return run, _logits(spec)
-
-
-def _sort(spec: Spec) -> tuple[Callable, tuple]:
-    """As `_place`, with the worklist in XLA's code."""
-
-    def run(logits, bias=None):
-        if launch := _launch():
             from pallas_kernels.moe import mosaic_route
 
-            weights, ids = mosaic_route.route(logits, bias, spec.top_k, True, launch)
-            work = make_worklist(ids, spec.experts, _config(spec).tokens, False)
-            return weights, work.slots, work.experts, work.num_items
+            return mosaic_route.route_and_place(logits, bias, _routing(spec, launch))
         return _sorted_by_definition(spec, logits, bias)
 
     return run, _logits(spec)
@@ -247,9 +354,9 @@ def _spread(spec: Spec) -> tuple[Callable, tuple]:
 
     def run(x, slots):
         if launch := _launch():
-            from pallas_kernels.moe import mosaic_route
+            from pallas_kernels.quantize import mosaic_gpu
 
-            return mosaic_route.spread(x, slots, size, launch)
+            return mosaic_gpu.spread(x, slots, size, launch)
         copies = jnp.broadcast_to(x, (*slots.shape, spec.width))
         return jnp.zeros((size, spec.width), x.dtype).at[slots].set(copies)
 
@@ -268,13 +375,22 @@ def _gate_up(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
         if launch := _launch(spec.chips):
             from pallas_kernels.moe import mosaic_gpu
 
-            items = (experts, num_items, spec.items)
-            options = (spec.limit, config, launch, spec.arranged, *_scale_of(spec, leaves))
-            return mosaic_gpu.gate_up(x, weight, *items, *options)
+            return mosaic_gpu.gate_up(
+                x,
+                weight,
+                experts,
+                num_items,
+                spec.items,
+                spec.limit,
+                config,
+                launch,
+                spec.arranged,
+                _scale_of(spec, leaves),
+            )
         x = rows
         own = jnp.broadcast_to(x, (spec.items, *x.shape)) if config.shared else x
         both = _products(own.reshape(spec.items, -1, x.shape[-1]), experts, weight)
-        inner = reference._activate(both[..., 0, :], both[..., 1, :], spec.limit)
+        inner = reference.activate(both[..., 0, :], both[..., 1, :], spec.limit)
         return _arranged(spec, inner.reshape(-1, spec.inner).astype(jnp.bfloat16))
 
     rows = config.tokens * (1 if config.shared else spec.items)
@@ -292,9 +408,17 @@ def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
         if launch := _launch(spec.chips):
             from pallas_kernels.moe import mosaic_gpu
 
-            items = (experts, num_items, spec.items)
-            options = (config, launch, spec.arranged, *_scale_of(spec, leaves))
-            return mosaic_gpu.down(inner, weight, *items, *options)
+            return mosaic_gpu.down(
+                inner,
+                weight,
+                experts,
+                num_items,
+                spec.items,
+                config,
+                launch,
+                spec.arranged,
+                _scale_of(spec, leaves),
+            )
         own = rows.reshape(spec.items, -1, rows.shape[-1])
         made = _products(own, experts, weight, lambda columns: _arranged(spec, columns))
         return made.reshape(-1, spec.width).astype(jnp.bfloat16)
@@ -305,10 +429,8 @@ def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
 _BUILD = dict(
     norm_product=_norm,
     norm_route=_norm,
-    route=_route,
     plan=_plan,
     place=_place,
-    sort=_sort,
     spread=_spread,
     gate_up=_gate_up,
     down=_down,
@@ -334,15 +456,15 @@ def _items(spec: Spec, rows: int, K: int, outputs: tuple[int, ...]) -> tuple:
     )
 
 
-def _scale_of(spec: Spec, leaves: tuple) -> tuple:
-    """The scale of x among the last arguments of gate_up or down, if it has one."""
-    return leaves[-1:] if spec.quantized else ()
+def _scale_of(spec: Spec, leaves: tuple) -> jax.Array | None:
+    """The scale of x, the last argument of gate_up or down, if it has one."""
+    return leaves[-1] if spec.quantized else None
 
 
 def _weight(spec: Spec, leaves: tuple) -> ExpertWeights:
-    values, *rest = leaves
-    scale = None if spec.form == "bf16" else rest.pop(0)
-    return ExpertWeights(values, scale, *rest)
+    values, *others = leaves
+    scale = None if spec.form == "bf16" else others.pop(0)
+    return ExpertWeights(values, scale, *others)
 
 
 def _route_by_definition(spec: Spec, logits, bias) -> tuple[jax.Array, jax.Array]:

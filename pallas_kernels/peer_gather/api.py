@@ -37,7 +37,7 @@ def gather_sum(
     Calls of a program must depend on each other by `links`: all devices then run them in one order.
 
     Args:
-      parts: [S, ...], this device's, for which `refusal` is None.
+      parts: [parts, ...], this device's, for which `refusal` is None.
       dtype: of the sums.
       links: int32 [LINKS], this device's table with the numbers of all messages before
         (`mailbox.table`).
@@ -90,7 +90,7 @@ def gather_mixture(
 
 
 def refusal(parts: jax.Array, dtype: jnp.dtype) -> str | None:
-    """Why parts [S, ...] cannot be sent as `dtype`; None if they can."""
+    """Why parts [parts, ...] cannot be sent as `dtype`; None if they can."""
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.float32, jnp.int32, jnp.uint32, jnp.bfloat16):
         return f"{dtype} is none of float32, int32, uint32 and bfloat16"

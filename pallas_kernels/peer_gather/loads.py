@@ -12,11 +12,11 @@ from pallas_kernels.peer_gather.words import asm, constant, load, load_words, pl
 
 
 class SumLoads:
-    """Loads of the sum of parts [S, N].
+    """Loads of the sum of parts [parts, N].
 
     Args:
       address: of the parts.
-      num_parts: S.
+      num_parts: parts.
       num_units: units of a message.
       unit_bytes: data in a unit.
       rounded: whether the parts are float32 and are sent as bfloat16.
@@ -39,8 +39,8 @@ class SumLoads:
             loaded.append(words)
         if self._num_parts == 1 and not self._rounded:
             return loaded[0]
-        total, *rest = [[_float(word) for word in words] for words in loaded]
-        for words in rest:
+        total, *others = [[_float(word) for word in words] for words in loaded]
+        for words in others:
             total = [_added(x, y) for x, y in zip(total, words, strict=True)]
         return (
             _bfloat16(total)

@@ -68,12 +68,12 @@ def gather_sum(
     unit_bytes: int,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `api.gather_sum`: parts [S, N] -> [n, N]."""
-    S, N = parts.shape
+    """As `api.gather_sum`: parts [parts, N] -> [n, N]."""
+    num_parts, N = parts.shape
     num_units = N * dtype.itemsize // unit_bytes
 
     def loads_of(parts):
-        return SumLoads(parts, S, num_units, unit_bytes, rounded=parts_dtype != dtype)
+        return SumLoads(parts, num_parts, num_units, unit_bytes, rounded=parts_dtype != dtype)
 
     parts_dtype = parts.dtype
     return _exchange((parts,), loads_of, (N,), dtype, num_units, links, num_devices, launch)
@@ -89,7 +89,7 @@ def gather_mixture(
     num_devices: int,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `api.gather_mixture`: values bfloat16 [P, D], weights and rows [k, R'] -> [n, R, D]."""
+    """As `api.gather_mixture`: values bfloat16 [slots, D], weights and rows [k, R']; [n, R, D]."""
     D = values.shape[-1]
     operands = values, weights, rows
     num_units = num_rows * D * values.dtype.itemsize // UNIT_BYTES
@@ -115,9 +115,9 @@ def _exchange(
         *refs,  # operands, links [LINKS] int32, out [n, *shape]
     ):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs) + (plgpu.Layout.WG_SPLAT(()),))
-        def exchange(_, *given):
-            *sources, links, out = map(address_of, given[:-1])
-            block = given[-1].registers.flat[0]
+        def exchange(_, *refs_and_block):
+            *sources, links, out = map(address_of, refs_and_block[:-1])
+            block = refs_and_block[-1].registers.flat[0]
             _emit(loads_of(*sources), links, out, block, num_devices, num_units, each)
 
         exchange(*refs, lax.axis_index("block"))

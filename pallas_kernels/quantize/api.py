@@ -1,11 +1,11 @@
-"""Quantised rows for products with fp8 weights: kernels of the definition
-`activations.quantize`."""
+"""Rows as products read them: quantised for fp8 weights by kernels of the definition
+`activations.quantize`, and copied to the slots of their experts."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import activations
-from pallas_kernels.activations import Quantized
+from pallas_kernels.activations import Quantized, whole_tiles
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 
@@ -31,24 +31,44 @@ def quantize(x: jax.Array, launch: Launch) -> Quantized:
     return Quantized(values[:R], scale)
 
 
-def spread(x: jax.Array, slots: jax.Array, size: int, launch: Launch) -> Quantized:
-    """Quantises rows x [R, K] and copies row r to the rows `slots[:, r]` of `size`.
+def operand(x: jax.Array, quantized: bool, launch: Launch) -> tuple[jax.Array, jax.Array | None]:
+    """Rows x [R, K] as products read them: in whole tiles, quantised or not.
+
+    Returns:
+      values [R', K] and scale [groups, R'], None of rows that are not quantised; R' >= R.
+    """
+    x = whole_tiles(x)
+    return quantize(x, launch) if quantized else (x, None)
+
+
+def spread(
+    x: jax.Array,
+    slots: jax.Array,
+    size: int,
+    quantized: bool,
+    launch: Launch,
+    num_items: jax.Array | None = None,
+    tokens: int = 0,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Copies row r of x [R, K], quantised or not, to the rows `slots[:, r]` of `size`.
 
     Args:
       slots: int32 [k, R'], R' >= R, distinct but for rows that are never read; other rows of the
         result are undefined.
       size: a multiple of 8; K is a multiple of 64.
+      num_items, tokens: int32 and a number: slots from num_items[0] * tokens on are never read, and
+        rows that are not quantised leave them out. None: all are read.
     Returns:
-      values [size, K], scale [groups, size].
+      values [size, K], scale [groups, size], None of rows that are not quantised.
     """
-    if x.shape[1] % BLOCK == 0 and x.shape[1] >= _TILE * BLOCK:
-        from pallas_kernels.quantize import mosaic_gpu  # a slow import that CPU use does not need
+    from pallas_kernels.quantize import mosaic_gpu  # a slow import that CPU use does not need
 
-        return mosaic_gpu.spread(x, slots, size, launch)
-    from pallas_kernels.moe import mosaic_route
-
-    R = x.shape[0]
+    R, K = x.shape
+    if not quantized:
+        return mosaic_gpu.spread(x, slots, size, launch, num_items, tokens), None
+    if K % BLOCK == 0 and K >= _TILE * BLOCK:
+        return mosaic_gpu.quantize_and_spread(x, slots, size, launch)
     values, scale = quantize(x, launch)
-    copies = jnp.broadcast_to(scale[:, None, :R], (scale.shape[0], slots.shape[0], R))
-    spread_scale = jnp.ones((scale.shape[0], size), scale.dtype).at[:, slots[:, :R]].set(copies)
-    return Quantized(mosaic_route.spread(values, slots, size, launch), spread_scale)
+    copies = jnp.broadcast_to(scale[:, None, :R], (len(scale), len(slots), R))
+    spread_scale = jnp.ones((len(scale), size), scale.dtype).at[:, slots[:, :R]].set(copies)
+    return mosaic_gpu.spread(values, slots, size, launch), spread_scale

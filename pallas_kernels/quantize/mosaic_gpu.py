@@ -1,5 +1,5 @@
-"""Kernels that quantise rows to e4m3, one scale for each row and group of 128 columns; one source
-for all chips.
+"""Kernels that quantise rows to e4m3, one scale for each row and group of 128 columns, and that
+copy rows to slots; one source for all chips.
 
 A tile has 8 groups. 16 threads share a group: each loads 16 bytes, so a group is one read of 256
 bytes, and its largest magnitude is found by shuffles within a warp. Nothing crosses warps, so a
@@ -7,7 +7,8 @@ group's numbers depend on the group alone, in whatever tile it lies.
 
     quantize, 8 rows or more   a tile is one group of 8 rows: their scales are adjacent
     quantize, fewer rows       a block has one row, in tiles of 8 groups
-    spread                     the same, and copies the row
+    quantize_and_spread        the same, and copies the row
+    spread                     a block copies one row as it is
 """
 
 import functools
@@ -97,7 +98,7 @@ def quantize(x: jax.Array, launch: Launch) -> Quantized:
 
 
 @functools.partial(jax.jit, static_argnames=("size", "launch"))
-def spread(x: jax.Array, slots: jax.Array, size: int, launch: Launch) -> Quantized:
+def quantize_and_spread(x: jax.Array, slots: jax.Array, size: int, launch: Launch) -> Quantized:
     """Quantises x [R, K] and copies row r to the rows `slots[:, r]` of `size`; other rows stay
     undefined.
 
@@ -139,3 +140,59 @@ def spread(x: jax.Array, slots: jax.Array, size: int, launch: Launch) -> Quantiz
         kernel_name="quantize_and_spread",
     )(x.reshape(R, groups, BLOCK), slots)
     return Quantized(values.reshape(size, K), scale)
+
+
+@functools.partial(jax.jit, static_argnames=("size", "launch", "tokens"))
+def spread(
+    x: jax.Array,
+    slots: jax.Array,
+    size: int,
+    launch: Launch,
+    num_items: jax.Array | None = None,
+    tokens: int = 0,
+) -> jax.Array:
+    """Copies row r of x [R, D] to rows `slots[:, r]` of a buffer [size, D]; other rows stay
+    undefined.
+
+    One block per row: one TMA load to shared memory, then k TMA stores.
+
+    Args:
+      num_items: int32, entry 0 is the number of items with `tokens` rows each. Slots behind them
+        are left out: in a share of the experts all rows of other experts have the last slot
+        (`worklist.own_items`), and a thousand stores to one row wait for each other.
+    """
+    R, D = x.shape
+    width = 64
+    top_k = slots.shape[0]
+
+    def body(
+        x_gmem,  # [R, D / width, width]
+        slots_gmem,  # [k, R] int32
+        *refs,  # num_items, if any; out_gmem [size, D / width, width]
+        row_smem,  # [D / width, width]
+        loaded_barrier,
+    ):
+        *num_items_gmem, out_gmem = refs
+        r = lax.axis_index("row")
+        plgpu.copy_gmem_to_smem(x_gmem.at[r], row_smem, loaded_barrier)
+        targets = [slots_gmem[j, r] for j in range(top_k)]
+        end = num_items_gmem[0][0] * tokens if num_items_gmem else None
+        plgpu.barrier_wait(loaded_barrier)
+        for target in targets:
+            copy = functools.partial(plgpu.copy_smem_to_gmem, row_smem, out_gmem.at[target])
+            copy() if end is None else pl.when(target < end)(copy)
+        # Shared memory must live until it is read; the end of the kernel waits for the writes.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    out = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((size, D // width, width), x.dtype),
+        scratch_types=dict(
+            row_smem=plgpu.SMEM((D // width, width), x.dtype), loaded_barrier=plgpu.Barrier()
+        ),
+        grid=(R,),
+        grid_names=("row",),
+        interpret=launch.interpret,
+        kernel_name="moe_spread",
+    )(x.reshape(R, D // width, width), slots, *([] if num_items is None else [num_items]))
+    return out.reshape(size, D)

@@ -46,7 +46,7 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
         if spec.kernel == "quantize":
             rows = activations.quantize(x) if launch is None else api.quantize(x, launch)
         elif launch is not None:
-            rows = api.spread(x, *slots, size, launch)
+            rows = api.spread(x, *slots, size, True, launch)
         else:
             rows = activations.quantize(x[jnp.argsort(slots[0].reshape(-1)) % spec.rows])
         return tuple(rows)

@@ -66,11 +66,11 @@ def add_rms_norm(
 
     Args:
       h: [..., D].
-      delta: [..., D], or parts [S, ..., D] with S from 1 to 32; with `routed` a buffer [P, D].
+      delta: [..., D], or parts [parts, ..., D] 1 to 32 of them; with `routed` a buffer [slots, D].
         Float32 or bfloat16, independent of h; converted to float32 before it is weighted and added.
       scale: [D].
-      routed: (weights float32 [S, R'], rows int32 [S, R']), R' not below the number of rows of h:
-        part s of row r is `delta[rows[s, r]]`.
+      routed: (weights float32 [parts, R'], rows int32 [parts, R']), R' not below the number of rows
+        of h: part s of row r is `delta[rows[s, r]]`.
       bias: [D], added to the sum of the parts; refused with `routed`.
       inner: (scale [D], eps); the sum of the parts is rounded to `h.dtype`, and its `rms_norm` is
         added.
@@ -90,8 +90,9 @@ def add_rms_norm(
     launch = _resolve(implementation, h, delta)
     out_dtypes = (h.dtype,) if out_dtypes is None else tuple(map(jnp.dtype, out_dtypes))
     if launch is None:
-        given = weights, rows, bias, inner, factor
-        return reference.add_rms_norm(h, delta, scale, eps, *given, out_dtypes)
+        return reference.add_rms_norm(
+            h, delta, scale, eps, weights, rows, bias, inner, factor, out_dtypes
+        )
     from pallas_kernels.rms_norm import mosaic_gpu  # slow to import
 
     D = h.shape[-1]
@@ -99,8 +100,15 @@ def add_rms_norm(
         delta = delta.reshape(1 if delta.ndim == h.ndim else delta.shape[0], -1, D)
     inner_scale, inner_eps = inner or (None, None)
     added = mosaic_gpu.Added(delta, weights, rows, bias, inner_scale, factor)
-    how = dict(eps=eps, inner_eps=inner_eps, out_dtypes=out_dtypes, launch=launch)
-    outs = mosaic_gpu.add_rms_norm(h.reshape(-1, D), added, scale, **how)
+    outs = mosaic_gpu.add_rms_norm(
+        h.reshape(-1, D),
+        added,
+        scale,
+        eps=eps,
+        inner_eps=inner_eps,
+        out_dtypes=out_dtypes,
+        launch=launch,
+    )
     return tuple(out.reshape(h.shape) for out in outs)
 
 
@@ -139,7 +147,9 @@ def check(
 
 def _check_rows(h, delta, weights, rows) -> None:
     if delta.ndim != 2 or delta.shape[1] != h.shape[-1]:
-        raise ValueError(f"{delta.shape=} must be a buffer [P, {h.shape[-1]}] that rows point into")
+        raise ValueError(
+            f"{delta.shape=} must be a buffer [slots, {h.shape[-1]}] that rows point into"
+        )
     R = h.size // h.shape[-1]
     if rows.ndim != 2 or not 1 <= rows.shape[0] <= MAX_PARTS or rows.shape[1] < R:
         raise ValueError(f"{rows.shape=} must be 1 to {MAX_PARTS} parts of at least {R} rows")

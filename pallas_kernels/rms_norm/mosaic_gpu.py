@@ -68,10 +68,10 @@ class Added(NamedTuple):
     """What becomes of h before it is normed, see `api.add_rms_norm`. In the kernel these are refs.
 
     Attributes:
-      parts: [S, R, D], or with sources a buffer [P, D].
-      weights: [S, R'] float32 with sources: part s of row r is parts[sources[s, r]] *
+      parts: [parts, R, D], or with sources a buffer [slots, D].
+      weights: [parts, R'] float32 with sources: part s of row r is parts[sources[s, r]] *
         weights[s, r].
-      sources: [S, R'] int32.
+      sources: [parts, R'] int32.
       bias: [D].
       inner_scale: [D], of the norm of the sum of the parts.
       factor: [1], of h plus that sum.
@@ -142,12 +142,14 @@ class RowNorm(NamedTuple):
         if added_gmem is None:
             return LoadedRow(begins, strips, rows, None, False, columns(scale_gmem))
         parts_gmem, weights_gmem, sources_gmem, *_ = added_gmem
-        S = parts_gmem.shape[0] // R if sources_gmem is None else sources_gmem.shape[0]
+        num_parts = parts_gmem.shape[0] // R if sources_gmem is None else sources_gmem.shape[0]
         part = lambda s: s * R + r if sources_gmem is None else sources_gmem[s, r]
-        part_rows = [part(s) for s in range(S)]
+        part_rows = [part(s) for s in range(num_parts)]
         added = Added(
             parts=[[load(parts_gmem.at[i, strip]) for i in part_rows] for strip in strips],
-            weights=None if weights_gmem is None else [weights_gmem[s, r] for s in range(S)],
+            weights=None
+            if weights_gmem is None
+            else [weights_gmem[s, r] for s in range(num_parts)],
             bias=columns(added_gmem.bias),
             inner_scale=columns(added_gmem.inner_scale),
             factor=None if added_gmem.factor is None else added_gmem.factor[0],
@@ -275,11 +277,10 @@ def _launch(
     out_dtypes = out_dtypes if added is None else (h.dtype, *out_dtypes)
 
     def body(*refs):
-        *given, squares_smem, stored_barrier = refs
-        operands_gmem = jax.tree.unflatten(tree, given[: len(leaves)])
-        outs_gmem = given[
-            len(leaves) :
-        ]  # each [R, tiles, 64]: the sum, if any, and the norm in its dtypes
+        *refs, squares_smem, stored_barrier = refs
+        operands_gmem = jax.tree.unflatten(tree, refs[: len(leaves)])
+        # Each [R, tiles, 64]: the sum, if any, and the norm in its dtypes.
+        outs_gmem = refs[len(leaves) :]
         r, g = lax.axis_index("row"), lax.axis_index("group")
         sum_gmem = None if added is None else outs_gmem.pop(0).at[r]
         row = row_norm.load(r, R, g, *operands_gmem)

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.rms_norm import api
+
+EPS = 1e-6
 
 CHIPS = api.CHIPS
 MMA: dict[int, str] = {}
@@ -75,33 +78,33 @@ SPECS = {
 def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     """(function, args): the kernel, and shapes of h[, parts], scale[, weights, rows][,
     bias][, inner scale][, factor]."""
-    R, D, S = spec.rows, spec.width, spec.parts
+    R, D, num_parts = spec.rows, spec.width, spec.parts
     h = jax.ShapeDtypeStruct((R, D), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((D,), jnp.bfloat16)
-    common = dict(eps=1e-6, implementation="mosaic_gpu")
-    if not S:
-        return lambda h, scale: api.rms_norm(h, scale, out_dtype=spec.out[0], **common), (h, scale)
-    common["out_dtypes"] = spec.out
+    if not num_parts:
+        norm = partial(api.rms_norm, eps=EPS, out_dtype=spec.out[0], implementation="mosaic_gpu")
+        return norm, (h, scale)
+    add_norm = partial(api.add_rms_norm, eps=EPS, out_dtypes=spec.out, implementation="mosaic_gpu")
     if spec.weighted:
-        buffer = jax.ShapeDtypeStruct((S * R, D), jnp.bfloat16)
-        shares = jax.ShapeDtypeStruct((S, R), jnp.float32)
-        sources = jax.ShapeDtypeStruct((S, R), jnp.int32)
-        add = lambda h, buffer, scale, weights, rows: api.add_rms_norm(
-            h, buffer, scale, routed=(weights, rows), **common
+        buffer = jax.ShapeDtypeStruct((num_parts * R, D), jnp.bfloat16)
+        shares = jax.ShapeDtypeStruct((num_parts, R), jnp.float32)
+        sources = jax.ShapeDtypeStruct((num_parts, R), jnp.int32)
+        add = lambda h, buffer, scale, weights, rows: add_norm(
+            h, buffer, scale, routed=(weights, rows)
         )
         return add, (h, buffer, scale, shares, sources)
-    parts = jax.ShapeDtypeStruct((S, R, D), jnp.float32)
-    given = {"bias": scale} if spec.bias else {}
-    given |= {"inner": scale} if spec.inner else {}
-    given |= {"factor": jax.ShapeDtypeStruct((1,), jnp.bfloat16)} if spec.factor else {}
+    parts = jax.ShapeDtypeStruct((num_parts, R, D), jnp.float32)
+    others = [scale] * (spec.bias + spec.inner)
+    others += [jax.ShapeDtypeStruct((1,), jnp.bfloat16)] if spec.factor else []
 
     def add(h, parts, scale, *others):
-        options = dict(zip(given, others, strict=True))
-        if spec.inner:
-            options["inner"] = options["inner"], common["eps"]
-        return api.add_rms_norm(h, parts, scale, **options, **common)
+        others = list(others)
+        bias = others.pop(0) if spec.bias else None
+        inner = (others.pop(0), EPS) if spec.inner else None
+        factor = others.pop(0) if spec.factor else None
+        return add_norm(h, parts, scale, bias=bias, inner=inner, factor=factor)
 
-    return add, (h, parts, scale, *given.values())
+    return add, (h, parts, scale, *others)
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:

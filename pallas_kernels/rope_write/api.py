@@ -1,41 +1,15 @@
 """Fused pass from the q/k/v projection to attention: sum, bias, norms, RoPE, cache write."""
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.rope_write import reference
+from pallas_kernels.rope_write.reference import Form
 
 MAX_PARTS = 32
 CHIPS = (90, 100, 120)
 """Generations (`Device.sm`) with a kernel."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """Column layout of a projection: N heads of q, then K of k, then K of v.
-
-    Attributes:
-      num_heads: N. K and the head dim H are those of the cache.
-      eps: epsilon of the norms.
-      shared_kv: the projection has no columns for v; v is k before its norm.
-      value_norm: v is normed too, without a weight.
-      ring: the page table is a ring, see `reference.write_kv`.
-      dtype: dtype of q, and of k and v before the cache write; None: the dtype of the pages.
-    """
-
-    num_heads: int
-    eps: float = 1e-6
-    shared_kv: bool = False
-    value_norm: bool = False
-    ring: bool = False
-    dtype: jnp.dtype | None = None
-
-    def width(self, num_kv_heads: int, head_dim: int) -> int:
-        """Columns of the projection."""
-        return (self.num_heads + (1 if self.shared_kv else 2) * num_kv_heads) * head_dim
 
 
 def rope_write(
@@ -63,8 +37,8 @@ def rope_write(
     that see the key become NaN.
 
     Args:
-      qkv: [B, T, form.width(K, H)], or float32 partial sums [S, B, T, width] of a K-split product,
-        added by ascending s.
+      qkv: [B, T, form.width(K, H)], or float32 partial sums [parts, B, T, width] of a product whose
+        columns are split, added in order.
       k_pages, v_pages: [P, Z, K, H] pages of one layer; donate them and they are updated in place.
         for float8_e4m3fn pages, rounded values are saturated.
       angles: float32 cosines and sines, each [B, T, H / 2].
@@ -84,16 +58,13 @@ def rope_write(
     launch = dispatch.resolve(
         "rope_write", implementation, chips=CHIPS, refusal=_refusal(qkv, k_pages, v_pages, dtype)
     )
-    where = (page_table, positions, form.ring)
-    norms = (None, None) if norms is None else norms
-    value = (form.shared_kv, form.value_norm)
-    args = (qkv, (k_pages, v_pages), angles, where, form.num_heads, norms, form.eps, bias, value)
+    rows = qkv, k_pages, v_pages, angles, page_table, positions
     if launch is None:
-        return reference.rope_write(*args, dtype)
+        return reference.rope_write(*rows, form, norms, bias, dtype)
     # Imported here: a slow import that CPU use does not need.
     from pallas_kernels.rope_write import mosaic_gpu
 
-    return mosaic_gpu.rope_write(*args, launch)
+    return mosaic_gpu.rope_write(*rows, form, norms, bias, launch)
 
 
 def _check(qkv: jax.Array, k_pages: jax.Array, form: Form) -> None:

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.activations import rounded
 from pallas_kernels.dispatch import Launch
+from pallas_kernels.rope_write.reference import Form
 from pallas_kernels.rounded_product import rounded_product
 
 _WARPS = 4
@@ -27,7 +28,7 @@ _LANES = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _HeadPlan:
     """Static facts of one call."""
 
     B: int  # sequences
@@ -37,7 +38,7 @@ class _Plan:
     H: int  # head dim
     Z: int  # tokens per page
     W: int  # pages per sequence
-    S: int  # parts of the projection
+    parts: int  # partial sums of the projection
     eps: float
     has_norms: bool
     has_bias: bool
@@ -68,53 +69,53 @@ class _Plan:
 
 
 def rope_write(
-    qkv: jax.Array,  # [B, T, W] or parts [S, B, T, W]
-    pages: tuple[jax.Array, jax.Array],  # each [P, Z, K, H]
+    qkv: jax.Array,  # [B, T, width] or [parts, B, T, width]
+    k_pages: jax.Array,  # [P, Z, K, H]
+    v_pages: jax.Array,  # [P, Z, K, H]
     angles: tuple[jax.Array, jax.Array],  # each [B, T, H / 2]
-    where: tuple[jax.Array, jax.Array, bool],  # page table [B, W], positions [B, T], ring
-    num_heads: int,
-    norms: tuple[jax.Array | None, jax.Array | None],  # of q and of k, each [H]
-    eps: float,
-    bias: jax.Array | None,  # [W]
-    value: tuple[bool, bool],  # shared_kv, value_norm
+    page_table: jax.Array,  # [B, W]
+    positions: jax.Array,  # [B, T]
+    form: Form,
+    norms: tuple[jax.Array, jax.Array] | None,  # of q and of k, each [H]
+    bias: jax.Array | None,  # [width]
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    table, positions, ring = where
-    _, Z, K, H = pages[0].shape
+    _, Z, K, H = k_pages.shape
     parts = qkv.reshape(-1, *qkv.shape[-3:-1], qkv.shape[-1] // H, H)
-    S, B, T = parts.shape[:3]
-    plan = _Plan(
-        B,
-        T,
-        num_heads,
-        K,
-        H,
-        Z,
-        table.shape[1],
-        S,
-        eps,
-        norms[0] is not None,
-        bias is not None,
-        *value,
-        ring,
+    num_parts, B, T = parts.shape[:3]
+    plan = _HeadPlan(
+        B=B,
+        T=T,
+        N=form.num_heads,
+        K=K,
+        H=H,
+        Z=Z,
+        W=page_table.shape[1],
+        parts=num_parts,
+        eps=form.eps,
+        has_norms=norms is not None,
+        has_bias=bias is not None,
+        shared_kv=form.shared_kv,
+        value_norm=form.value_norm,
+        ring=form.ring,
     )
     operands = [parts, *(x.astype(jnp.float32) for x in angles)]
-    operands += [x.astype(jnp.int32) for x in (table, positions)]
-    operands += norms if plan.has_norms else ()
+    operands += [x.astype(jnp.int32) for x in (page_table, positions)]
+    operands += norms or ()
     operands += [bias.reshape(-1, H)] if plan.has_bias else ()
-    k_ref, v_ref = (jax.new_ref(x) for x in pages)
+    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)
     q = _kernel(plan, launch.interpret)(*operands, k_ref, v_ref)
     return q, k_ref[...], v_ref[...]
 
 
 @functools.cache
-def _kernel(plan: _Plan, interpret):
+def _kernel(plan: _HeadPlan, interpret):
     """(parts, cos, sin, table, positions[, q_norm, k_norm][, bias], k_pages, v_pages) -> q."""
     G, layout = plan.heads, plan.layout
     halves = [pl.ds(0, plan.half), pl.ds(plan.half, plan.half)]
 
     def body(
-        parts_gmem,  # [S, B, T, heads of the projection, H] float32 or bfloat16
+        parts_gmem,  # [parts, B, T, heads of the projection, H] float32 or bfloat16
         cos_gmem,  # [B, T, H / 2] float32
         sin_gmem,  # [B, T, H / 2] float32
         table_gmem,  # [B, W] int32
@@ -147,7 +148,7 @@ def _kernel(plan: _Plan, interpret):
                     heads_gmem, layout=layout, optimized=False
                 ).astype(jnp.float32)
                 total = load(parts_gmem.at[(0, b, t, *index)])
-                for s in range(1, plan.S):
+                for s in range(1, plan.parts):
                     total = total + load(parts_gmem.at[(s, b, t, *index)])
                 if plan.has_bias:
                     total = total + load(bias_gmem.at[index])

@@ -1,5 +1,7 @@
 """Reference of the steps between the q/k/v projection and attention, one by one."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
@@ -7,33 +9,55 @@ from pallas_kernels.activations import rounded
 from pallas_kernels.rms_norm.reference import rms_norm
 
 
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """Column layout of a projection: N heads of q, then K of k, then K of v.
+
+    Attributes:
+      num_heads: N. K and the head dim H are those of the cache.
+      eps: epsilon of the norms.
+      shared_kv: the projection has no columns for v; v is k before its norm.
+      value_norm: v is normed too, without a weight.
+      ring: the page table is a ring, see `write_kv`.
+      dtype: dtype of q, and of k and v before the cache write; None: the dtype of the pages.
+    """
+
+    num_heads: int
+    eps: float = 1e-6
+    shared_kv: bool = False
+    value_norm: bool = False
+    ring: bool = False
+    dtype: jnp.dtype | None = None
+
+    def width(self, num_kv_heads: int, head_dim: int) -> int:
+        """Columns of the projection."""
+        return (self.num_heads + (1 if self.shared_kv else 2) * num_kv_heads) * head_dim
+
+
 def rope_write(
-    qkv: jax.Array,  # [B, T, W] or parts [S, B, T, W]
-    pages: tuple[jax.Array, jax.Array],  # each [P, Z, K, H]
+    qkv: jax.Array,  # [B, T, width] or [parts, B, T, width]
+    k_pages: jax.Array,  # [P, Z, K, H]
+    v_pages: jax.Array,  # [P, Z, K, H]
     angles: tuple[jax.Array, jax.Array],  # each [B, T, H / 2]
-    where: tuple[jax.Array, jax.Array, bool],  # page table [B, W], positions [B, T], ring
-    num_heads: int,
-    norms: tuple[jax.Array | None, jax.Array | None],  # of q and of k, each [H]
-    eps: float,
-    bias: jax.Array | None,  # [W]
-    value: tuple[bool, bool],  # shared_kv, value_norm
+    page_table: jax.Array,  # [B, W]
+    positions: jax.Array,  # [B, T]
+    form: Form,
+    norms: tuple[jax.Array, jax.Array] | None,  # of q and of k, each [H]
+    bias: jax.Array | None,  # [width]
     dtype: jnp.dtype,  # of q, and of the numbers that are converted for the pages
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    K, H = pages[0].shape[2:]
-    shared_kv, value_norm = value
+    N, (K, H) = form.num_heads, k_pages.shape[2:]
     heads = _projected(qkv, bias, dtype).reshape(*qkv.shape[-3:-1], -1, H)
-    q, k = heads[..., :num_heads, :], heads[..., num_heads : num_heads + K, :]
-    v = k if shared_kv else heads[..., num_heads + K :, :]
+    q, k = heads[..., :N, :], heads[..., N : N + K, :]
+    v = k if form.shared_kv else heads[..., N + K :, :]
     is_finite = jnp.isfinite(v)
-    q, k = (
-        x if scale is None else rms_norm(x, scale, eps)
-        for x, scale in zip((q, k), norms, strict=True)
-    )
-    if value_norm:
-        v = rms_norm(v, jnp.ones(H, v.dtype), eps)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], form.eps), rms_norm(k, norms[1], form.eps)
+    if form.value_norm:
+        v = rms_norm(v, jnp.ones(H, v.dtype), form.eps)
     q, k = apply_rope(q, angles), apply_rope(k, angles)
     k, v = jnp.where(is_finite, k, jnp.nan), jnp.where(jnp.isfinite(v), v, 0)
-    return q, *write_kv(*pages, k, v, *where)
+    return q, *write_kv(k_pages, v_pages, k, v, page_table, positions, form.ring)
 
 
 def apply_rope(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -45,9 +69,9 @@ def apply_rope(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def _projected(qkv: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """[B, T, W]: adds the parts in ascending order, then the bias, then rounds once."""
-    total, *rest = qkv if qkv.ndim == 4 else [qkv]
-    for part in rest:
+    """[B, T, width]: adds the parts in ascending order, then the bias, then rounds once."""
+    total, *others = qkv if qkv.ndim == 4 else [qkv]
+    for part in others:
         total = total + part
     if bias is not None:
         total = total + bias.astype(total.dtype)

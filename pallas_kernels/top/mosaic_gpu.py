@@ -61,10 +61,10 @@ def top(values: jax.Array, *, launch: Launch) -> tuple[jax.Array, jax.Array]:
 
 
 def _maxima(values, launch: Launch) -> jax.Array:
-    """The maximum of each chunk of a tile: values [R, V] -> [R', T, 4].
+    """The maximum of each chunk of a tile: values [R, V] -> [R', tiles, 4].
 
-    R' is a multiple of 4, and rows past R stay undefined. T is a multiple of 32, and the maximum of
-    a chunk that does not exist or does not count is the lowest finite number.
+    R' is a multiple of 4, and rows past R stay undefined. `tiles` is a multiple of 32, and the
+    maximum of a chunk that does not exist or does not count is the lowest finite number.
     """
     R, V = values.shape
     chunks = V // _CHUNK
@@ -98,12 +98,12 @@ def _read(number, chunks: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _choose(maxima, launch: Launch) -> jax.Array:
-    """The best tiles of rows: maxima [R, T, 4] -> int32 [R, 16]."""
-    R, T, _ = maxima.shape
+    """The best tiles of rows: maxima [R, tiles, 4] -> int32 [R, 16]."""
+    R, tiles, _ = maxima.shape
 
     def body(maxima_gmem, tiles_gmem):
         rows = pl.ds(lax.axis_index("block") * SEGMENTS, SEGMENTS)
-        starts = [*range(0, T, _CHOICE)]
+        starts = [*range(0, tiles, _CHOICE)]
         loaded = [
             [load(maxima_gmem.at[rows, pl.ds(start, _CHOICE), chunk]) for chunk in range(_TILE)]
             for start in starts

@@ -31,7 +31,6 @@ def verify_attention(
     scale: float,
     window: int | None = None,
     sinks: jax.Array | None = None,
-    soft_cap: float | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention: row (b, t) sees keys at positions `0..positions[b, t]`.
@@ -45,8 +44,6 @@ def verify_attention(
       scale: factor on the scores.
       window: sliding window in tokens (the row's own position counts), None for all.
       sinks: [N] logits that join each softmax and carry no value (GPT-OSS), or None.
-      soft_cap: c in `c tanh(scores / c)` (Gemma 2), after `scale`; None for none. Sinks are not
-        capped.
     Returns:
       [B, T, N, H].
     Raises:
@@ -64,7 +61,6 @@ def verify_attention(
             window,
             sinks,
             launch,
-            soft_cap=soft_cap,
         )
     # A loop with a data-dependent end reads only the pages in use. On a GPU such a loop
     # synchronises with the host in each iteration, so there one block covers the whole table.
@@ -80,7 +76,6 @@ def verify_attention(
         window,
         sinks,
         max(1, block_pages),
-        soft_cap,
     )
 
 

@@ -15,7 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.verify_attention.mosaic_plan import Plan, Splits, Tile, TuningConfig, make_plan
+from pallas_kernels.verify_attention.mosaic_plan import (
+    AttentionPlan,
+    Splits,
+    Tile,
+    TuningConfig,
+    make_plan,
+)
 from pallas_kernels.verify_attention.mosaic_softmax import LOG2E, NOTHING, finish, merge
 from pallas_kernels.verify_attention.mosaic_walk import span
 
@@ -35,12 +41,12 @@ class Chip(NamedTuple):
     choose_config: Callable[..., TuningConfig]
     """(shape of q, KV heads, positions of a page table, window, device, splits or None, whether
     pages are e4m3) -> tuning."""
-    walk_kernel: Callable[[Plan, Any], Callable]
+    walk_kernel: Callable[[AttentionPlan, Any], Callable]
     """(plan, interpret) -> the kernel that walks over keys."""
 
 
 @functools.partial(
-    jax.jit, static_argnames=("chip", "scale", "window", "launch", "config", "soft_cap", "splits")
+    jax.jit, static_argnames=("chip", "scale", "window", "launch", "config", "splits")
 )
 def verify_attention(
     chip: Chip,
@@ -54,7 +60,6 @@ def verify_attention(
     sinks: jax.Array | None,  # [N]
     launch: Launch,
     config: TuningConfig | None = None,
-    soft_cap: float | None = None,
     splits: Splits | None = None,
 ) -> jax.Array:
     """`api.verify_attention` by the kernels of a chip; without `config` the chip chooses it, for
@@ -64,38 +69,30 @@ def verify_attention(
         table_size = page_table.shape[1] * Z
         fp8 = k_pages.dtype == jnp.float8_e4m3fn
         config = chip.choose_config(q.shape, K, table_size, window, launch.device, splits, fp8)
-    facts = dict(scale=float(scale), window=window, soft_cap=soft_cap, has_sinks=sinks is not None)
-    plan = make_plan(q, k_pages, page_table, chip.tile, config, **facts)
-    operands = (q, k_pages, v_pages, page_table, positions, sinks)
-    return _attend(plan, chip.walk_kernel, launch.interpret, *operands)
-
-
-def _attend(
-    plan: Plan, walk_kernel: Callable, interpret: Any, q: jax.Array, *operands: jax.Array | None
-) -> jax.Array:
-    """Runs `walk_kernel(plan, interpret)` and, if needed, the merge kernel.
-
-    Args:
-      q: [B, T, N, H].
-      operands: k_pages, v_pages, page table, positions, and sinks or None.
-    Returns:
-      [B, T, N, H].
-    """
-    k_pages, v_pages, table, positions, sinks = operands
-    table, positions = (x.astype(jnp.int32) for x in (table, positions))
+    plan = make_plan(
+        q,
+        k_pages,
+        page_table,
+        chip.tile,
+        config,
+        scale=float(scale),
+        window=window,
+        has_sinks=sinks is not None,
+    )
+    page_table, positions = page_table.astype(jnp.int32), positions.astype(jnp.int32)
     grouped = q.reshape(plan.B, plan.T, plan.K, plan.G, plan.H)
-    sinks = () if sinks is None else (sinks,)
-    operands = (grouped, k_pages, v_pages, table, positions, *sinks)
+    own_sinks = () if sinks is None else (sinks,)
+    walk = chip.walk_kernel(plan, launch.interpret)
+    results = walk(grouped, k_pages, v_pages, page_table, positions, *own_sinks)
     if plan.merges_inside:
-        out = walk_kernel(plan, interpret)(*operands)
-    else:
-        parts, stats = walk_kernel(plan, interpret)(*operands)
-        parts = parts.reshape(*parts.shape[:-2], plan.tile_rows * plan.H)
-        out = _merge_kernel(plan, interpret)(parts, stats, positions, *sinks)
+        return results.reshape(q.shape)
+    parts, stats = results
+    parts = parts.reshape(*parts.shape[:-2], plan.tile_rows * plan.H)
+    out = _merge_kernel(plan, launch.interpret)(parts, stats, positions, *own_sinks)
     return out.reshape(q.shape)
 
 
-def _merge_kernel(plan: Plan, interpret: Any) -> Callable:
+def _merge_kernel(plan: AttentionPlan, interpret: Any) -> Callable:
     """The merge kernel of stored splits: (parts, stats, positions[, sinks]) -> out."""
     heads = max(1, 128 // plan.H)  # heads per thread block
     width = heads * plan.H

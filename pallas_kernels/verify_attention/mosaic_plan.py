@@ -150,7 +150,7 @@ class TuningConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """Static facts of one call."""
 
     B: int  # sequences
@@ -162,7 +162,6 @@ class Plan:
     W: int  # pages per sequence
     scale: float
     window: int | None
-    soft_cap: float | None
     has_sinks: bool
     fp8: bool
     config: TuningConfig
@@ -318,8 +317,18 @@ def _can_store_splits(group: int, head_dim: int) -> bool:
     return head_dim % 128 == 0 or group % (128 // head_dim) == 0
 
 
-def make_plan(q, k_pages, table, tile: Tile, config: TuningConfig, **options) -> Plan:
-    """Plan of a call from the shapes; options: scale, window, soft_cap and has_sinks.
+def make_plan(
+    q,
+    k_pages,
+    table,
+    tile: Tile,
+    config: TuningConfig,
+    *,
+    scale: float,
+    window: int | None,
+    has_sinks: bool,
+) -> AttentionPlan:
+    """AttentionPlan of a call from the shapes.
 
     Raises:
       ValueError: `config` has several walks, whose splits the merge kernel cannot read, or several
@@ -342,7 +351,7 @@ def make_plan(q, k_pages, table, tile: Tile, config: TuningConfig, **options) ->
         }
         if said := [why for why, is_wrong in wrong.items() if is_wrong]:
             raise ValueError(f"{config.row_groups=} must be 1 {' and '.join(said)}")
-    return Plan(
+    return AttentionPlan(
         B=B,
         T=T,
         K=K,
@@ -350,14 +359,16 @@ def make_plan(q, k_pages, table, tile: Tile, config: TuningConfig, **options) ->
         H=H,
         Z=Z,
         W=table.shape[1],
+        scale=scale,
+        window=window,
+        has_sinks=has_sinks,
         fp8=fp8,
         config=config,
         tile=tile,
-        **options,
     )
 
 
-def result_type(plan: Plan):
+def result_type(plan: AttentionPlan):
     """Result of the walk kernel: rows, or (parts, stats) of each split; stats are (best, total).
 
     Parts have the `tile_rows` rows of a tile that exist, stats all rows of the MMA.

@@ -34,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pipeline import PagedPipeline
 from pallas_kernels.verify_attention import mosaic_softmax as softmax
-from pallas_kernels.verify_attention.mosaic_plan import RAW, Plan, result_type
+from pallas_kernels.verify_attention.mosaic_plan import RAW, AttentionPlan, result_type
 from pallas_kernels.verify_attention.mosaic_tiles import copy_key_block, store_result, widen
 from pallas_kernels.verify_attention.mosaic_walk import Walk
 from pallas_kernels.verify_attention.mosaic_warpgroups import TILED, Cores
@@ -50,13 +50,13 @@ class PrefillCores(Cores):
 
     @abstractmethod
     def scores_during(
-        self, plan: Plan, queries: Any, keys_smem: Any, meanwhile: Callable[[], Any]
+        self, plan: AttentionPlan, queries: Any, keys_smem: Any, meanwhile: Callable[[], Any]
     ) -> tuple[jax.Array, Any]:
         """(`scores` for a head dim of at most 128, result of `meanwhile()`, which is executed
         during the product)."""
 
 
-class _Scratch(NamedTuple):
+class _PrefillScratch(NamedTuple):
     """Scratch of a thread block; consumer c uses place c of the buffers with a leading
     `row_groups`.
 
@@ -71,13 +71,13 @@ class _Scratch(NamedTuple):
     v_ready_barrier: Any  # [stages]
     free_barrier: Any  # [stages]; all consumers have finished the key block
     own_barrier: Any  # [row_groups]; synchronises the threads of a consumer
-    plain_smem: Any  # unless `Plan.aligned`: [row_groups, H / chunk, rows, chunk] bfloat16
+    plain_smem: Any  # unless `AttentionPlan.aligned`: [row_groups, H / chunk, rows, chunk] bfloat16
     raw_k_smem: Any  # e4m3 pages: [raw_stages, key_block, H] e4m3
     raw_v_smem: Any  # e4m3 pages: [raw_stages, key_block, H] e4m3
     raw_ready_barrier: Any  # e4m3 pages: [raw_stages]; keys and values have arrived
 
 
-def _scratch_types(plan: Plan) -> _Scratch:
+def _scratch_types(plan: AttentionPlan) -> _PrefillScratch:
     rows, stages, consumers = plan.tile.rows, plan.config.stages, plan.config.row_groups
     bf16, chunks = jnp.bfloat16, plan.H // plan.chunk
     raw_stages, block = plan.config.raw_stages, (plan.config.key_block, plan.H)
@@ -85,7 +85,7 @@ def _scratch_types(plan: Plan) -> _Scratch:
     arrivals = 1 if plan.fp8 else plan.copies
     plain = (consumers, chunks, rows, plan.chunk)
     copies_q = plan.tile_queries * (1 if plan.aligned else chunks)
-    return _Scratch(
+    return _PrefillScratch(
         q_smem=plgpu.SMEM((consumers, rows, plan.H), bf16, transforms=TILED),
         k_smem=plgpu.SMEM((stages, *block), bf16, transforms=TILED),
         v_smem=plgpu.SMEM((stages, *block), bf16, transforms=plan.v_tiling),
@@ -103,7 +103,7 @@ def _scratch_types(plan: Plan) -> _Scratch:
     )
 
 
-def prefill_kernel(cores: PrefillCores, plan: Plan, interpret: Any) -> Callable:
+def prefill_kernel(cores: PrefillCores, plan: AttentionPlan, interpret: Any) -> Callable:
     """The kernel of a plan with several row groups: (q, k, v, table, positions[, sinks]) -> out."""
     rows, columns, key_block = plan.tile.rows, plan.columns, plan.config.key_block
     stages, consumers = plan.config.stages, plan.config.row_groups
@@ -119,10 +119,10 @@ def prefill_kernel(cores: PrefillCores, plan: Plan, interpret: Any) -> Callable:
         v_pages_gmem,  # [P, Z, K, H]
         table_gmem,  # [B, W] int32
         positions_gmem,  # [B, T] int32
-        *refs,  # sinks [N], if any; out [B, T, K, G, H]; then `_Scratch`
+        *refs,  # sinks [N], if any; out [B, T, K, G, H]; then `_PrefillScratch`
     ):
-        *sinks_gmem, out_gmem = refs[: -len(_Scratch._fields)]
-        scratch = _Scratch(*refs[-len(_Scratch._fields) :])
+        *sinks_gmem, out_gmem = refs[: -len(_PrefillScratch._fields)]
+        scratch = _PrefillScratch(*refs[-len(_PrefillScratch._fields) :])
         b, walk_index, kv, group = (
             lax.axis_index(name) for name in ("batch", "walk", "head", "group")
         )

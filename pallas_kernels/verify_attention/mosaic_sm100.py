@@ -28,7 +28,7 @@ from pallas_kernels.verify_attention import mosaic_merge
 from pallas_kernels.verify_attention import mosaic_softmax as softmax
 from pallas_kernels.verify_attention.mosaic_merge import Chip
 from pallas_kernels.verify_attention.mosaic_plan import (
-    Plan,
+    AttentionPlan,
     Splits,
     Tile,
     TuningConfig,
@@ -69,7 +69,7 @@ def choose_config(
     return TuningConfig(key_block, splits, stages, walks)
 
 
-class _Scratch(NamedTuple):
+class _BlackwellScratch(NamedTuple):
     """Scratch of a thread block; None if the plan does not need it.
 
     The order of the fields fixes the shared-memory addresses, and with them the generated code.
@@ -89,10 +89,10 @@ class _Scratch(NamedTuple):
     wide_k_smem: Any  # e4m3 pages: [key_block, H] bfloat16
     v_smem: Any  # [stages, key_block, columns] bfloat16 or e4m3
     wide_v_smem: Any  # e4m3 pages: [key_block, columns] bfloat16
-    plain_smem: Any  # unless `Plan.aligned`: [H / chunk, rows, chunk] bfloat16
+    plain_smem: Any  # unless `AttentionPlan.aligned`: [H / chunk, rows, chunk] bfloat16
 
 
-def _scratch_types(plan: Plan) -> _Scratch:
+def _scratch_types(plan: AttentionPlan) -> _BlackwellScratch:
     rows, columns, config, stages = TILE.rows, plan.columns, plan.config, plan.config.stages
     bf16 = jnp.bfloat16
     chunks = plan.H // plan.chunk
@@ -102,7 +102,7 @@ def _scratch_types(plan: Plan) -> _Scratch:
     multiplied = lambda: plgpu.Barrier(num_barriers=stages, orders_tensor_core=True)
     copies_q = plan.tile_queries * (1 if plan.aligned else chunks)
     group_keys = _group_blocks(plan) * config.key_block
-    return _Scratch(
+    return _BlackwellScratch(
         q_smem=plgpu.SMEM((rows, plan.H), bf16, transforms=_TILED),
         k_smem=k_smem,
         v_smem=v_smem,
@@ -121,7 +121,7 @@ def _scratch_types(plan: Plan) -> _Scratch:
     )
 
 
-def _group_blocks(plan: Plan) -> int:
+def _group_blocks(plan: AttentionPlan) -> int:
     """Key blocks of a group, whose scores are in tensor memory at once: those of the shortest
     split."""
     return plan.splits.steps[0][1]
@@ -137,7 +137,7 @@ class _Weights:
       row_position: [rows] in registers.
     """
 
-    plan: Plan
+    plan: AttentionPlan
     walk: Walk
     scores_tmem: Any
     weights_tmem: Any
@@ -179,17 +179,15 @@ class _Weights:
 
     @property
     def _width(self) -> int:
-        """Scores of a thread in registers at once; a soft cap or fp8 pages need registers
-        themselves."""
-        narrow = self.plan.soft_cap is not None or self.plan.fp8
-        return 32 if narrow else self.plan.config.key_block
+        """Scores of a thread in registers at once; fp8 pages need registers themselves."""
+        return 32 if self.plan.fp8 else self.plan.config.key_block
 
     @property
     def _pieces(self) -> int:
         return self.plan.config.key_block // self._width
 
 
-def _rescale(plan: Plan, out_tmem: Any, shrink: jax.Array) -> None:
+def _rescale(plan: AttentionPlan, out_tmem: Any, shrink: jax.Array) -> None:
     """Multiplies the rows of out_tmem [rows, columns] by shrink [rows]; all MMAs have finished."""
     for first in range(0, plan.columns, _RESCALED):
         part_tmem = out_tmem.at[:, first : first + _RESCALED]
@@ -200,7 +198,7 @@ def _rescale(plan: Plan, out_tmem: Any, shrink: jax.Array) -> None:
     plgpu.commit_tmem()
 
 
-def _walk_kernel(plan: Plan, interpret):
+def _walk_kernel(plan: AttentionPlan, interpret):
     """The main kernel: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats) of each
     split."""
     config, merges_inside = plan.config, plan.merges_inside
@@ -214,9 +212,12 @@ def _walk_kernel(plan: Plan, interpret):
         v_pages_gmem,  # [P, Z, K, H]
         table_gmem,  # [B, W] int32
         positions_gmem,  # [B, T] int32
-        *refs,  # sinks [N], if any; the results, see `result_type`; then `_Scratch`
+        *refs,  # sinks [N], if any; the results, see `result_type`; then `_BlackwellScratch`
     ):
-        refs, scratch = refs[: -len(_Scratch._fields)], refs[-len(_Scratch._fields) :]
+        refs, scratch = (
+            refs[: -len(_BlackwellScratch._fields)],
+            refs[-len(_BlackwellScratch._fields) :],
+        )
         sinks_gmem, outs_gmem = (refs[0], refs[1:]) if plan.has_sinks else (None, refs)
         (
             q_smem,

@@ -19,7 +19,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.verify_attention import mosaic_merge
 from pallas_kernels.verify_attention.mosaic_merge import Chip
 from pallas_kernels.verify_attention.mosaic_plan import (
-    Plan,
+    AttentionPlan,
     Splits,
     Tile,
     TuningConfig,
@@ -69,7 +69,9 @@ class _Mma(Cores):
         parts = [load(part) for part in range(plan.H // _COLUMNS)]
         return parts.__getitem__
 
-    def scores(self, plan: Plan, queries: Callable[[int], jax.Array], keys_smem: Any) -> jax.Array:
+    def scores(
+        self, plan: AttentionPlan, queries: Callable[[int], jax.Array], keys_smem: Any
+    ) -> jax.Array:
         shape = (TILE.rows, keys_smem.shape[0])
         scores = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE.layout)
         for i in range(plan.H // _COLUMNS):

@@ -16,7 +16,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.verify_attention import mosaic_merge
 from pallas_kernels.verify_attention.mosaic_merge import Chip
 from pallas_kernels.verify_attention.mosaic_plan import (
-    Plan,
+    AttentionPlan,
     Splits,
     Tile,
     TuningConfig,
@@ -128,7 +128,7 @@ class _Wgmma(PrefillCores):
         )
 
 
-def _kernel(plan: Plan, interpret: Any) -> Callable:
+def _kernel(plan: AttentionPlan, interpret: Any) -> Callable:
     form = prefill_kernel if plan.config.row_groups > 1 else walk_kernel
     return form(_Wgmma(), plan, interpret)
 

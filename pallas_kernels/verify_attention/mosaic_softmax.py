@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.verify_attention.mosaic_plan import Plan
+from pallas_kernels.verify_attention.mosaic_plan import AttentionPlan
 
 MASKED = -1e30
 # Initial row maximum: above MASKED, so that exp2(MASKED - NOTHING) is exactly 0.
@@ -21,7 +21,7 @@ NOTHING = -1e29
 LOG2E = math.log2(math.e)
 
 
-def masked(plan: Plan, scores: jax.Array, first_key, row_position) -> jax.Array:
+def masked(plan: AttentionPlan, scores: jax.Array, first_key, row_position) -> jax.Array:
     """Scaled and capped scores [rows, keys] in units of log2; MASKED at invisible keys.
 
     The first column is key `first_key`; a row sees keys up to `row_position` [rows].
@@ -35,24 +35,19 @@ def masked(plan: Plan, scores: jax.Array, first_key, row_position) -> jax.Array:
     return jnp.where(visible, _scaled(plan, scores), MASKED)
 
 
-def unmasked(plan: Plan, scores: jax.Array, minus_zero: jax.Array) -> jax.Array:
+def unmasked(plan: AttentionPlan, scores: jax.Array, minus_zero: jax.Array) -> jax.Array:
     """`masked` for rows that see all the keys, with the same bits and without comparisons.
 
     `minus_zero` is a float32 -0.0 that the compiler does not know. Otherwise it would contract the
     product with the subtraction of the maximum that follows; it cannot contract a product through a
     mask.
     """
-    scores = _scaled(plan, scores)
-    return scores + minus_zero if plan.soft_cap is None else scores
+    return _scaled(plan, scores) + minus_zero
 
 
-def _scaled(plan: Plan, scores: jax.Array) -> jax.Array:
-    """Scaled and capped scores in units of log2."""
-    if plan.soft_cap is None:
-        return scores * (plan.scale * LOG2E)
-    # tanh(x) = 1 - 2 / (e^2x + 1); the hardware tanh has 11 bits only.
-    power = jnp.exp2(scores * (2 * LOG2E * plan.scale / plan.soft_cap))
-    return plan.soft_cap * LOG2E - (2 * plan.soft_cap * LOG2E) / (power + 1)
+def _scaled(plan: AttentionPlan, scores: jax.Array) -> jax.Array:
+    """Scaled scores in units of log2."""
+    return scores * (plan.scale * LOG2E)
 
 
 def weigh(best, total, scores):
@@ -67,7 +62,7 @@ def weigh(best, total, scores):
     return new_best, total * shrink + weights.sum(1), shrink, weights
 
 
-def row_positions(plan: Plan, positions_gmem: Any, b: Any, tile: Any) -> jax.Array:
+def row_positions(plan: AttentionPlan, positions_gmem: Any, b: Any, tile: Any) -> jax.Array:
     """Position of each row of a tile, int32 [rows] in registers; positions_gmem [B, T]."""
     queries = [
         jnp.minimum(tile * plan.tile_queries + t, plan.T - 1) for t in range(plan.tile_queries)
@@ -75,7 +70,7 @@ def row_positions(plan: Plan, positions_gmem: Any, b: Any, tile: Any) -> jax.Arr
     return row_values(plan, plan.G, [positions_gmem[b, t] for t in queries])
 
 
-def sink_values(plan: Plan, sinks_gmem: Any, kv: Any) -> jax.Array | None:
+def sink_values(plan: AttentionPlan, sinks_gmem: Any, kv: Any) -> jax.Array | None:
     """Sink of each row, float32 [rows] in registers, in units of log2; sinks_gmem [N]. None without
     sinks."""
     if not plan.has_sinks:
@@ -84,7 +79,7 @@ def sink_values(plan: Plan, sinks_gmem: Any, kv: Any) -> jax.Array | None:
     return row_values(plan, 1, sink)
 
 
-def row_values(plan: Plan, repeat: int, values) -> jax.Array:
+def row_values(plan: AttentionPlan, repeat: int, values) -> jax.Array:
     """[rows] in registers: row r holds values[(r // repeat) % len(values)]."""
     rows = plan.tile.rows
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=plan.tile.layout.reduce(1))
@@ -94,7 +89,7 @@ def row_values(plan: Plan, repeat: int, values) -> jax.Array:
     return out
 
 
-def initial_state(plan: Plan):
+def initial_state(plan: AttentionPlan):
     """Initial (best, total, out), before any key."""
     rows, layout = plan.tile.rows, plan.tile.layout
     full = lambda shape, x, layout: plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mlir_compat as mlir
-from pallas_kernels.verify_attention.mosaic_plan import Plan
+from pallas_kernels.verify_attention.mosaic_plan import AttentionPlan
 
 _WIDEN_COLUMNS = 64
 # Register layout of the e4m3 conversion: a warp holds 8 rows of 16 elements, 4 per thread.
@@ -17,7 +17,7 @@ _WIDENING = plgpu.Layout.TILED(plgpu.Tiling(((32, 16), (8, 16), (4,))), (-5,), (
 
 
 def load_queries(
-    plan: Plan, q_gmem, q_smem, plain_smem, ready_barrier, group_barrier, place
+    plan: AttentionPlan, q_gmem, q_smem, plain_smem, ready_barrier, group_barrier, place
 ) -> None:
     """Loads the rows of one tile into swizzled q_smem; rows past the tile stay uninitialised.
 
@@ -47,7 +47,7 @@ def load_queries(
         plgpu.barrier_wait(group_barrier)
 
 
-def copy_queries(plan: Plan, q_gmem, q_smem, plain_smem, ready_barrier, place) -> None:
+def copy_queries(plan: AttentionPlan, q_gmem, q_smem, plain_smem, ready_barrier, place) -> None:
     """Copies the rows of one tile to q_smem if `plan.aligned`, else to plain_smem; as
     `load_queries`."""
     b, tile, kv, group = place
@@ -71,7 +71,9 @@ def copy_queries(plan: Plan, q_gmem, q_smem, plain_smem, ready_barrier, place) -
     plgpu.barrier_wait(ready_barrier)
 
 
-def copy_key_block(plan: Plan, sources, pages_gmem, block_smem, ready_barriers, kv, share) -> None:
+def copy_key_block(
+    plan: AttentionPlan, sources, pages_gmem, block_smem, ready_barriers, kv, share
+) -> None:
     """Starts the copies of the keys and values of a key block.
 
     Args:
@@ -80,7 +82,7 @@ def copy_key_block(plan: Plan, sources, pages_gmem, block_smem, ready_barriers, 
       block_smem: K [key_block, H], and of each warpgroup V [key_block, columns].
       ready_barriers: of K and of V.
       kv: kv head.
-      share: V has the columns of this one of `Plan.shares`.
+      share: V has the columns of this one of `AttentionPlan.shares`.
     """
     k_pages_gmem, v_pages_gmem = pages_gmem
     k_smem, *v_groups_smem = block_smem
@@ -95,7 +97,9 @@ def copy_key_block(plan: Plan, sources, pages_gmem, block_smem, ready_barriers, 
             )
 
 
-def store_result(plan: Plan, result_reg, out_gmem, outs_smem, group_barrier, place) -> None:
+def store_result(
+    plan: AttentionPlan, result_reg, out_gmem, outs_smem, group_barrier, place
+) -> None:
     """Stores a finished tile through outs_smem, which other warpgroups may still read, to device
     memory.
 
@@ -130,7 +134,7 @@ def store_result(plan: Plan, result_reg, out_gmem, outs_smem, group_barrier, pla
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def store_split(plan: Plan, out_reg: jax.Array, part_gmem: Any, interpret: Any) -> None:
+def store_split(plan: AttentionPlan, out_reg: jax.Array, part_gmem: Any, interpret: Any) -> None:
     """Stores the rows of a tile that exist, float32 [rows, columns] in registers, to
     [tile_rows, columns]."""
     if plan.tile_rows == plan.tile.rows:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.verify_attention.mosaic_plan import Plan, cut
+from pallas_kernels.verify_attention.mosaic_plan import AttentionPlan, cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Walk(ABC):
       first_split, last_split: splits of these blocks.
     """
 
-    plan: Plan
+    plan: AttentionPlan
     table_gmem: Any
     b: Any
     index: Any
@@ -35,7 +35,7 @@ class Walk(ABC):
 
     @staticmethod
     def of(
-        plan: Plan,
+        plan: AttentionPlan,
         table_gmem: Any,
         positions_gmem: Any,
         b: Any,
@@ -174,7 +174,7 @@ class _PartWalk(Walk):
 
 
 def span(
-    plan: Plan, positions_gmem: Any, b: Any, tile: Any, tiles: int = 1
+    plan: AttentionPlan, positions_gmem: Any, b: Any, tile: Any, tiles: int = 1
 ) -> tuple[Any, Any, Any, Any]:
     """(first, last) key block and (first, last) split that any row of `tiles` tiles from `tile` on
     sees."""

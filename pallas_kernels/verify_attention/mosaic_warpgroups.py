@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pipeline import PagedPipeline
 from pallas_kernels.verify_attention import mosaic_softmax as softmax
-from pallas_kernels.verify_attention.mosaic_plan import Plan, result_type
+from pallas_kernels.verify_attention.mosaic_plan import AttentionPlan, result_type
 from pallas_kernels.verify_attention.mosaic_tiles import (
     copy_key_block,
     store_result,
@@ -39,13 +39,21 @@ class Cores(ABC):
 
     @abstractmethod
     def load_queries(
-        self, plan: Plan, q_gmem, q_smem, plain_smem, ready_barrier, group_barrier, place, interpret
+        self,
+        plan: AttentionPlan,
+        q_gmem,
+        q_smem,
+        plain_smem,
+        ready_barrier,
+        group_barrier,
+        place,
+        interpret,
     ) -> Any:
         """Loads the rows of one tile, as `mosaic_tiles.load_queries`; returns them as `scores`
         takes them."""
 
     @abstractmethod
-    def scores(self, plan: Plan, queries: Any, keys_smem: Any) -> jax.Array:
+    def scores(self, plan: AttentionPlan, queries: Any, keys_smem: Any) -> jax.Array:
         """queries @ keys.T, float32 [rows, key_block]; keys_smem is bfloat16 [key_block, H]."""
 
     @abstractmethod
@@ -59,7 +67,7 @@ class Cores(ABC):
         """
 
 
-class _Scratch(NamedTuple):
+class _WalkScratch(NamedTuple):
     """Scratch of a thread block; None if the plan does not need it.
 
     The order of the fields fixes the shared-memory addresses, and with them the generated code.
@@ -75,17 +83,17 @@ class _Scratch(NamedTuple):
     v_ready_barrier: Any  # one per slot
     free_barrier: Any  # one per slot: all warpgroups have finished the key block
     group_barrier: Any  # synchronises the warpgroups
-    plain_smem: Any  # unless `Plan.aligned`: [H / chunk, rows, chunk] bfloat16
+    plain_smem: Any  # unless `AttentionPlan.aligned`: [H / chunk, rows, chunk] bfloat16
 
 
-def _scratch_types(plan: Plan) -> _Scratch:
+def _scratch_types(plan: AttentionPlan) -> _WalkScratch:
     rows, columns, groups, stages = plan.tile.rows, plan.columns, plan.groups, plan.config.stages
     bf16 = jnp.bfloat16
     chunks = plan.H // plan.chunk
     copies_q = plan.tile_queries * (1 if plan.aligned else chunks)
     k_smem, *wide_k_smem = plan.slots((plan.H,), TILED)
     v_smem, *wide_v_smem = plan.slots((groups, columns), plan.v_tiling)
-    return _Scratch(
+    return _WalkScratch(
         q_smem=plgpu.SMEM((rows, plan.H), bf16, transforms=TILED) if plan.tile.swizzled else None,
         k_smem=k_smem,
         v_smem=v_smem,
@@ -100,7 +108,7 @@ def _scratch_types(plan: Plan) -> _Scratch:
     )
 
 
-def walk_kernel(cores: Cores, plan: Plan, interpret: Any) -> Callable:
+def walk_kernel(cores: Cores, plan: AttentionPlan, interpret: Any) -> Callable:
     """The main kernel: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats) of each
     split."""
     config, merges_inside = plan.config, plan.merges_inside
@@ -113,9 +121,9 @@ def walk_kernel(cores: Cores, plan: Plan, interpret: Any) -> Callable:
         v_pages_gmem,  # [P, Z, K, H]
         table_gmem,  # [B, W] int32
         positions_gmem,  # [B, T] int32
-        *refs,  # sinks [N], if any; the results, see `result_type`; then `_Scratch`
+        *refs,  # sinks [N], if any; the results, see `result_type`; then `_WalkScratch`
     ):
-        refs, scratch = refs[: -len(_Scratch._fields)], refs[-len(_Scratch._fields) :]
+        refs, scratch = refs[: -len(_WalkScratch._fields)], refs[-len(_WalkScratch._fields) :]
         sinks_gmem, outs_gmem = (refs[0], refs[1:]) if plan.has_sinks else (None, refs)
         (
             q_smem,

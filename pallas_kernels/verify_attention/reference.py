@@ -35,7 +35,6 @@ def attend(
     window: int | None,
     sinks: jax.Array | None,  # [N]
     block_pages: int,
-    soft_cap: float | None = None,
 ) -> jax.Array:
     B, T, N, H = q.shape
     _, Z, K, _ = k_pages.shape
@@ -52,15 +51,13 @@ def attend(
         pages = jnp.take_along_axis(page_table, column % W, axis=1)
         k = k_pages[pages].reshape(B, block_size, K, H).astype(q.dtype)
         v = v_pages[pages].reshape(B, block_size, K, H).astype(q.dtype)
-        key = (first + step)[:, None] * block_size + jnp.arange(block_size)  # [B, S]
-        visible = key[:, None] <= positions[:, :, None]  # [B, T, S]
+        key = (first + step)[:, None] * block_size + jnp.arange(block_size)  # [B, keys]
+        visible = key[:, None] <= positions[:, :, None]  # [B, T, keys]
         if window is not None:
             visible &= key[:, None] > positions[:, :, None] - window
         scores = jnp.einsum(
             "btkgh,bskh->bkgts", grouped, k, precision=precision, preferred_element_type=jnp.float32
         )
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(visible[:, None, None], scores, _MASKED)
         new_best = jnp.maximum(best, scores.max(-1))
         weights = jnp.where(visible[:, None, None], jnp.exp(scores - new_best[..., None]), 0.0)

@@ -31,7 +31,6 @@ class Spec:
     page_size: int = 16
     window: int | None = None
     sinks: bool = False
-    soft_cap: float | None = None
     fp8: bool = False
     equal: bool = False
     shared_keys: bool | None = None
@@ -60,7 +59,6 @@ GPT_OSS = dict(heads=64, kv_heads=8, head_dim=64, sinks=True)
 GPT_OSS_LOCAL = dict(**GPT_OSS, window=128, length=768)
 GEMMA_LOCAL = dict(heads=32, kv_heads=16, head_dim=256, window=1024, length=1536)
 GEMMA_GLOBAL = dict(heads=32, kv_heads=4, head_dim=512)
-GEMMA_2 = dict(heads=16, kv_heads=8, head_dim=256, soft_cap=50.0)
 
 # Contexts in which splits that grow with the position count: sequences, and keys of each.
 LONG = {
@@ -112,7 +110,6 @@ SPECS = {
     "gemma-31b-global-one": Spec(batch=1, rows=8, **GEMMA_GLOBAL),
     "gemma-31b-global-many": Spec(batch=64, rows=8, **GEMMA_GLOBAL),
     "gemma-31b-global-prefill": Spec(batch=1, rows=512, **GEMMA_GLOBAL),
-    "gemma-2-9b": Spec(batch=8, rows=8, **GEMMA_2),
     "qwen3-moe-fp8-cache": Spec(batch=8, rows=8, fp8=True, **QWEN3),
     "qwen3-moe-fp8-cache-many": Spec(batch=64, rows=8, fp8=True, **QWEN3),
     "llama-8b-fp8-cache": Spec(batch=64, rows=6, fp8=True, **LLAMA),
@@ -203,7 +200,6 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
                 sinks,
                 launch,
                 config=config,
-                soft_cap=spec.soft_cap,
                 splits=splits,
             )
         return api.verify_attention(
@@ -215,7 +211,6 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
             scale=H**-0.5,
             window=spec.window,
             sinks=sinks,
-            soft_cap=spec.soft_cap,
             implementation="mosaic_gpu",
         )
 

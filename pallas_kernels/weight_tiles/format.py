@@ -224,10 +224,10 @@ class Format:
     ) -> list[jax.Array]:
         """Sums float32 [rows, tokens / pieces] times scale_gmem[first_row : first_row + rows],
         rounded."""
-        to = first_row, tokens // len(sums_reg), interpret
-        scales_reg = self.mma.load_rows(scale_gmem, *to)
-        how = scales_reg, self.mma.layout, interpret
-        return [rounded_product(one, *how) for one in sums_reg]
+        width = tokens // len(sums_reg)
+        scales_reg = self.mma.load_rows(scale_gmem, first_row, width, interpret)
+        layout = self.mma.layout
+        return [rounded_product(one, scales_reg, layout, interpret) for one in sums_reg]
 
     def store_tokens_first(
         self,

@@ -200,10 +200,13 @@ class ParallelDrafter:
         out, cache = self.head(target, tokens, hidden, positions, cache, attend, picked)
         drafted_at = inputs.start[:, None] + picked[:, :J] + 2
         logits = self.head.logits(target, out)[:, :J]
-        rest = (logits, drafted_at, inputs, self.sampling)
         if self.selects:
-            return _select(self.head, target, self.tables, out, *rest), cache
-        return _choose(self.head, *rest), cache
+            proposal = _select(
+                self.head, target, self.tables, out, logits, drafted_at, inputs, self.sampling
+            )
+        else:
+            proposal = _choose(self.head, logits, drafted_at, inputs, self.sampling)
+        return proposal, cache
 
     def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]):
         return _absorb(self.head, target, inputs, cache)

@@ -241,9 +241,15 @@ def verify(
     is_finite = jnp.isfinite(value)
     if params.temperature is None:
         return _greedy(best, drafts, params.num_draft)._replace(finite=is_finite)
-    given = dict(drafts=drafts, draft_probs=draft_probs, positions=positions, params=params)
-    given |= dict(in_blocks=in_blocks)
-    plain = _laws(logits, best, **given)
+    laws_of = partial(
+        _laws,
+        drafts=drafts,
+        draft_probs=draft_probs,
+        positions=positions,
+        params=params,
+        in_blocks=in_blocks,
+    )
+    plain = laws_of(logits, best)
     branches = [lambda law=law: law()._replace(finite=is_finite) for law in plain]
     samples = params.temperature > 0
     filters = (params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0)
@@ -254,7 +260,7 @@ def verify(
             own = adjusted(logits, drafts, positions, params, adjustments)
             own = lax.optimization_barrier(own)  # the rest compiles as in the plain branch
             best, value = largest(own)
-            verdict = _laws(own, best, **given)[law]()
+            verdict = laws_of(own, best)[law]()
             # A row whose mask allows no token has no finite logit left.
             return verdict._replace(finite=is_finite & jnp.isfinite(value))
 
@@ -285,16 +291,15 @@ def _laws(
 
     def drawn_of(cutoff):
         keys, emitted = request_keys(params), emit_keys(request_keys(params), positions)
-        given = (drafts, draft_probs, params.num_draft)
+        num_draft, temperature = params.num_draft, params.temperature[:, None]
         if in_blocks and draft_probs is not None:
-            laws = probabilities(logits, params.temperature[:, None], cutoff)
+            laws = probabilities(logits, temperature, cutoff)
             uniforms = block_uniforms(keys, positions[:, :-1], positions[:, 0] - 1)
-            return verify_block(laws, *given, uniforms, emitted)
-        of_drafts = (logits[:, :-1], drafts, params.temperature[:, None], cutoff[:, :-1])
-        own = probability_of(*of_drafts)
+            return verify_block(laws, drafts, draft_probs, num_draft, uniforms, emitted)
+        own = probability_of(logits[:, :-1], drafts, temperature, cutoff[:, :-1])
         law = lambda n: probabilities(_row(logits, n), params.temperature, _row(cutoff, n))
         uniforms = accept_uniforms(keys, positions[:, :-1])
-        return verify_sampled(own, law, *given, uniforms, emitted)
+        return verify_sampled(own, law, drafts, draft_probs, num_draft, uniforms, emitted)
 
     def mixed(cutoff):
         drawn, exact = drawn_of(cutoff), greedy()
@@ -310,8 +315,8 @@ def _laws(
         return mixed(lax.optimization_barrier(jnp.full(logits.shape[:-1], -jnp.inf)))
 
     def filtered():
-        rules = (params.temperature, params.top_k, params.top_p, params.min_p)
         own = lax.optimization_barrier(logits)
-        return mixed(lax.optimization_barrier(cutoffs(own, *(x[:, None] for x in rules))))
+        filters = (params.temperature, params.top_k, params.top_p, params.min_p)
+        return mixed(lax.optimization_barrier(cutoffs(own, *(x[:, None] for x in filters))))
 
     return greedy, unfiltered, filtered

@@ -1,4 +1,4 @@
-"""Target models. `build(config)` constructs one; its forward returns hidden states and the drafter's taps."""
+"""Target models. `build(config)` makes one; its forward returns hidden states and taps."""
 
 from flax import nnx
 

@@ -1,9 +1,9 @@
 """The KV cache of one model, one entry per layer (pages or a ring), and attention over it.
 
-A full-attention layer stores K and V in pages, which the scheduler allocates through the page table. A
-sliding-window layer stores them in one ring of pages per slot, large enough for the window plus the
-rows of one call, independent of the sequence length. Page 0 and the last slot are dummies: padding rows
-and positions past a page table write there, and no real row reads them.
+A full-attention layer stores K and V in pages, which the scheduler allocates through the page
+table. A sliding-window layer stores them in one ring of pages per slot, large enough for the window
+plus the rows of one call, independent of the sequence length. Page 0 and the last slot are dummies:
+padding rows and positions past a page table write there, and no real row reads them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,8 +28,8 @@ class PageCache(NamedTuple):
 
 
 class RingCache(NamedTuple):
-    """K and V of a sliding-window layer, each [S+N, R, Z, K, H]: a ring of R pages for each of S slots, and N
-    saved rings."""
+    """K and V of a sliding-window layer, each [slots + saved, ring, Z, K, H]: a ring of pages for
+    each slot, and saved rings."""
 
     k: jax.Array
     v: jax.Array
@@ -81,8 +81,8 @@ def copy_rings(rings: list[RingCache], source: jax.Array, target: jax.Array) -> 
 class PagedAttention:
     """`layers.Attend` over pages and rings: writes the new K and V, then computes causal attention.
 
-    The write comes first, so that rows of one call see each other. Stale K and V of rejected drafts need
-    no rollback: the next round overwrites these positions before any query reads them.
+    The write comes first, so that rows of one call see each other. Stale K and V of rejected drafts
+    need no rollback: the next round overwrites these positions before any query reads them.
     """
 
     page_table: jax.Array  # [B, W] int32
@@ -141,8 +141,8 @@ class PagedAttention:
         """The page table [B, W] of a layer's cache, and whether it is a ring."""
         if isinstance(cache, PageCache):
             return self.page_table, False
-        R = cache.k.shape[1]
-        return self.slots[:, None] * R + jnp.arange(R, dtype=jnp.int32), True
+        ring = cache.k.shape[1]
+        return self.slots[:, None] * ring + jnp.arange(ring, dtype=jnp.int32), True
 
 
 def _as_pages(cache: LayerCache) -> list[jax.Array]:

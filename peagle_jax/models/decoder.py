@@ -1,7 +1,7 @@
 """The decoder of every target family: embedding, layers with taps, final norm, logits.
 
-Llama uses `layers.DecoderLayer`. So do Mistral (sliding window), Qwen2 (q/k/v biases) and Qwen3 (q/k
-norms); their `TargetConfig` enables the differences.
+Llama uses `layers.DecoderLayer`. So do Mistral (sliding window), Qwen2 (q/k/v biases) and Qwen3
+(q/k norms); their `TargetConfig` enables the differences.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,9 @@ class Decoder(nnx.Module):
     """A target model.
 
     `make_layer(config, i, dtype=, rngs=)` constructs layer i, with the signature of
-    `layers.DecoderLayer`. Taps select the residual streams returned for the drafter: id i is the stream
-    entering layer i (id 0: the embedding; id L: the output of the last layer), not normalised,
-    concatenated lowest layer first.
+    `layers.DecoderLayer`. Taps select the residual streams returned for the drafter: id i is the
+    stream entering layer i (id 0: the embedding; id L: the output of the last layer), not
+    normalised, concatenated lowest layer first.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class Decoder(nnx.Module):
         return [angles[layer.rope, layer.head_dim] for layer in layers]
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
-        """Final norm and output projection: [..., D] -> float32 logits [..., V], see `parallel.vocabulary`."""
+        """Final norm and output projection, [..., D] -> float32 [..., V], see `vocabulary`."""
         return self.logits(self.norm(hidden))
 
     def logits(self, normed: jax.Array) -> jax.Array:
-        """`unembed` of a state [..., D] that is normed already, as a drafter of its own may predict it."""
+        """`unembed` of a state [..., D] that is normed already, as a drafter may predict it."""
         if self.lm_head is None:
             logits = self.embed.unembed(normed)
         else:

@@ -1,7 +1,8 @@
 """Gemma 4 (text): norms before and after attention and MLP, GELU, and a scalar per layer.
 
-Local layers use a sliding window. Every sixth layer has full attention with fewer, wider heads, takes V
-from K's projection, and rotates only a quarter of its frequencies (`TargetConfig.global_attention`).
+Local layers use a sliding window. Every sixth layer has full attention with fewer, wider heads,
+takes V from K's projection, and rotates only a quarter of its frequencies
+(`TargetConfig.global_attention`).
 """
 
 import math

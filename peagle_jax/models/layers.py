@@ -1,9 +1,9 @@
 """Building blocks shared by targets and drafter: Linear, RMSNorm, Attention, GatedMLP, Embed.
 
-No block owns a KV cache. `Attention` takes a function `attend` (see `Attend`), which stores the new keys
-and values and computes attention: paged in serving (`cache.PagedAttention`), dense in training. A block returns
-its addition to the residual stream as a `Delta`; the next RMSNorm adds it (fused add and norm).
-Axis letters are defined in docs/architecture.md.
+No block owns a KV cache. `Attention` takes a function `attend` (see `Attend`), which stores the new
+keys and values and computes attention: paged in serving (`cache.PagedAttention`), dense in
+training. A block returns its addition to the residual stream as a `Delta`; the next RMSNorm adds it
+(fused add and norm). Axis letters are defined in docs/architecture.md.
 """
 
 import math
@@ -49,7 +49,7 @@ class Attend(Protocol):
           scale: factor of the scores.
           sinks: [N], one logit per query head that joins the softmax without a value; None: none.
         Returns:
-          (attention output [B, T, N, H] in the dtype of the activations, the cache for the next call).
+          (output [B, T, N, H] in the dtype of the activations, the cache for the next call).
         """
 
 
@@ -57,14 +57,14 @@ INIT_STD = 0.02
 
 
 class Delta(NamedTuple):
-    """A block's addition to the residual stream, as unsummed parts; the next norm sums them as it reads.
+    """A block's addition to the residual stream, in parts; the next norm sums them as it reads.
 
-    Two forms. Dense: `values` [S, ..., D], float32 K-splits or the parts of several devices in the dtype
-    of the stream, to be summed over S. Routed: `values` is a
-    buffer [P, D], float32 or bfloat16; row r of the stream adds the sum over s of
-    `weights[s, r] * values[rows[s, r]]`, with `weights` float32 and `rows` int32 [S, R'] (R' >= R,
-    surplus columns are ignored). A dense sum may have a `bias` [D], which is added to it. The sum may pass through
-    a `norm` before it is added, and the stream is then multiplied by a `factor` [1], if there is one.
+    Two forms. Dense: `values` [parts, ..., D], float32 K-splits or the parts of several devices in
+    the dtype of the stream, to be summed. Routed: `values` is a buffer [slots, D], float32 or
+    bfloat16; row r of the stream adds the sum over s of `weights[s, r] * values[rows[s, r]]`,
+    with `weights` float32 and `rows` int32 [parts, R'] (R' >= R, surplus columns are ignored). A
+    dense sum may have a `bias` [D], which is added to it. The sum may pass through a `norm` before
+    it is added, and the stream is then multiplied by a `factor` [1], if there is one.
     """
 
     values: jax.Array
@@ -75,7 +75,7 @@ class Delta(NamedTuple):
     factor: jax.Array | None = None
 
     def added_to(self, h: jax.Array) -> jax.Array:
-        """The stream after h [..., D]; sum, norm and product are each rounded once, to h's dtype."""
+        """The stream after h [..., D]; sum, norm and product are each rounded to h's dtype."""
         if self.rows is None:
             total = add_in_order(self.values.astype(jnp.float32))
             if self.bias is not None:
@@ -95,8 +95,9 @@ class Delta(NamedTuple):
 class Linear(nnx.Module):
     """`x @ weight.T + bias`. The weight is stored [out, in], so `in` is contiguous.
 
-    A checkpoint loader may replace it by a quantised weight with a `scale` (pallas_kernels.formats).
-    `activations` says how products with an fp8 weight read x, see `quantized_activations`.
+    A checkpoint loader may replace it by a quantised weight with a `scale`
+    (pallas_kernels.formats). `activations` says how products with an fp8 weight read x, see
+    `quantized_activations`.
     """
 
     activations: Activations = "bf16"
@@ -108,21 +109,27 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, out_dtype=None) -> jax.Array:
         scale, bias = (None if p is None else p[...] for p in (self.scale, self.bias))
-        options = dict(scale=scale, bias=bias, activations=self.activations)
-        return linear(x, self.weight[...], out_dtype=out_dtype, **options)
+        return linear(
+            x,
+            self.weight[...],
+            scale=scale,
+            bias=bias,
+            out_dtype=out_dtype,
+            activations=self.activations,
+        )
 
     def row_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """The dtype of normed rows of this layer in a stream of `dtype` (`pallas_kernels.activations`)."""
+        """The dtype of its normed rows in a stream of `dtype` (`activations.row_dtype`)."""
         scale = None if self.scale is None else self.scale[...]
         return row_dtype(self.weight[...], scale, dtype)
 
     def parts(self, x: jax.Array) -> jax.Array:
-        """Partial products (K-splits) without the bias: float32 [S, ..., out], summed in ascending order."""
+        """Partial products without the bias: float32 [parts, ..., out], to be summed in order."""
         scale = None if self.scale is None else self.scale[...]
         return partial_products(x, self.weight[...], scale=scale, activations=self.activations)
 
     def delta(self, x: jax.Array) -> Delta:
-        """The layer's output as a `Delta`; with several devices each multiplies its own columns of x."""
+        """The output as a `Delta`; with several devices each multiplies its own columns of x."""
         parts = partition.parts_of_all(self.parts(x), result_dtype(x.dtype))
         return Delta(parts, bias=None if self.bias is None else self.bias[...])
 
@@ -140,15 +147,22 @@ class RMSNorm(nnx.Module):
     def after(
         self, h: jax.Array, delta: Delta | None, out_dtype: jnp.dtype | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """(`delta.added_to(h)`, norm of it in `out_dtype`) in one kernel; without a delta (h, norm of h)."""
+        """(`delta.added_to(h)`, norm of it in `out_dtype`) in one kernel; without a delta (h, norm
+        of h)."""
         if delta is None:
             return h, self(h, out_dtype)
         values, weights, rows, bias, norm, factor = delta
-        inner = None if norm is None else (norm.weight[...], norm.eps)
-        routed = None if rows is None else (weights, rows)
-        given = dict(routed=routed, bias=bias, inner=inner, factor=factor)
-        how = dict(eps=self.eps, out_dtypes=(out_dtype or h.dtype,))
-        return add_rms_norm(h, values, self.weight[...], **how, **given)
+        return add_rms_norm(
+            h,
+            values,
+            self.weight[...],
+            eps=self.eps,
+            routed=None if rows is None else (weights, rows),
+            bias=bias,
+            inner=None if norm is None else (norm.weight[...], norm.eps),
+            factor=factor,
+            out_dtypes=(out_dtype or h.dtype,),
+        )
 
 
 class Embed(nnx.Module):
@@ -200,7 +214,7 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(N, dtype)) if config.sinks else None
 
     def __call__(self, x: jax.Array, angles, cache, attend: Attend, keep: jax.Array | None = None):
-        """x [B, T, inputs] -> (delta [B, T, outputs], or [B, n, outputs] of rows `keep` [B, n]; cache)."""
+        """x [B, T, inputs] -> (delta [B, T, outputs], or of rows `keep` [B, n]; cache)."""
         config = self.config
         out, cache = attend(
             AttentionRows(self, x, angles),
@@ -213,9 +227,9 @@ class Attention(nnx.Module):
 
 
 class Projected(NamedTuple):
-    """Operands of `rope_write` for q, k and v: it sums the parts, then applies bias, norms and rope."""
+    """Operands of `rope_write`: it sums the parts, then applies bias, norms and rope."""
 
-    parts: jax.Array  # [S, B, T, (N + 2K) * H] float32, K-splits of the projection
+    parts: jax.Array  # [parts, B, T, (N + 2K) * H] float32, K-splits of the projection
     angles: tuple[jax.Array, jax.Array]  # cosines and sines, each [B, T, H/2] float32
     form: Form
     norms: tuple[jax.Array, jax.Array] | None  # weights of the norms of q and k, each [H]
@@ -308,7 +322,7 @@ def _gated(activation: Callable[[jax.Array], jax.Array], gate_up: jax.Array) -> 
 
 
 def _gated_bwd(activation, gate_up, g):
-    # One pass over both halves. As a concatenation XLA writes the halves to memory, then copies them.
+    # One pass over both halves. Of a concatenation XLA writes the halves, then copies them.
     pairs = gate_up.reshape(*gate_up.shape[:-1], 2, -1)
     other, g = jnp.flip(pairs, axis=-2), g[..., None, :]
     slope = jax.jvp(activation, (pairs,), (jnp.ones_like(pairs),))[1]
@@ -320,7 +334,7 @@ _gated.defvjp(lambda activation, gate_up: (_gated(activation, gate_up), gate_up)
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm decoder layer: residual attention, then a residual MLP (`mlp`, by default SwiGLU)."""
+    """Pre-norm decoder layer: attention, then an MLP (`mlp`, by default SwiGLU)."""
 
     def __init__(self, config, layer: int, *, dtype, rngs: nnx.Rngs, mlp: nnx.Module | None = None):
         std_out = INIT_STD / math.sqrt(2 * config.num_layers)
@@ -339,8 +353,8 @@ class DecoderLayer(nnx.Module):
         With `keep` [B, n], all rows write K and V, and only these rows continue after attention.
 
         Returns:
-          (the stream entering the layer [B, T, D], the stream after attention, the MLP's delta to it,
-          cache).
+          (the stream entering the layer [B, T, D], the stream after attention, the MLP's delta to
+          it, cache).
         """
         entered, x = self.input_norm.after(h, delta, self.attention.qkv.row_dtype(h.dtype))
         out, cache = self.attention(x, angles, cache, attend, keep)

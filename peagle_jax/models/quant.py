@@ -13,16 +13,16 @@ _SMALLEST = np.finfo(np.float32).tiny
 
 
 def quantize_fp8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantises blocks of 128 x 128 to e4m3, scaled to a largest magnitude of 448 (weight ~ values * scale).
+    """Quantises blocks of 128 x 128 to e4m3 with a largest magnitude of 448: values * scale.
 
-    The error of an element is at most 2^-4 of its magnitude, or 2^-10 of its block's scale if that is
-    more. Works on 128 rows at a time, so a mapped checkpoint is never expanded to float32 as a whole.
+    The error of an element is at most 2^-4 of its magnitude, or 2^-10 of its block's scale if that
+    is more. Works on 128 rows at a time, so a mapped checkpoint is never whole in float32.
 
     Args:
       weight: [..., N, K] of any floating dtype.
     Returns:
-      (values float8_e4m3fn [..., N, K], scale float32 [..., ceil(N / 128), ceil(K / 128)]). The scale of
-      an all-zero block is 1.
+      (values float8_e4m3fn [..., N, K], scale float32 [..., ceil(N / 128), ceil(K / 128)]). The
+      scale of an all-zero block is 1.
     Raises:
       ValueError: fewer than two axes, or a weight that is not finite.
     """

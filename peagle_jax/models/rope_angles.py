@@ -1,4 +1,4 @@
-"""Rotary position embeddings: frequencies with long-context scaling, and the angles of positions."""
+"""Rotary embeddings: frequencies with long-context scaling, and the angles of positions."""
 
 import math
 
@@ -41,7 +41,7 @@ def _yarn_frequencies(
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> jax.Array:
-    """Inverse frequencies [H/2], scaled by `config.scaling`. `DynamicScaling` has no effect here."""
+    """Inverse frequencies [H/2], scaled by `config.scaling`, unless that is dynamic."""
     pairs = jnp.arange(0, head_dim, 2, dtype=jnp.float32)
     inv = config.theta ** (-pairs / head_dim)
     if isinstance(config.scaling, LinearScaling):

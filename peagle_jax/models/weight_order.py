@@ -1,7 +1,7 @@
-"""The order of FP8 weights in memory: rows, as in checkpoints, or tiles (`pallas_kernels.fp8_tiles`).
+"""The order of FP8 weights in memory: rows, as in checkpoints, or tiles (`fp8_tiles`).
 
-Hopper's kernels read tiles with fewer instructions, if activations are not quantised. Quantised activations, other
-chips and the references of a CPU read rows. No number changes, and no sum.
+Hopper's kernels read tiles with fewer instructions, if activations are not quantised. Quantised
+activations, other chips and the references of a CPU read rows. No number changes, and no sum.
 """
 
 import logging
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def order_weights(model: nnx.Module, activations: str) -> None:
-    """Brings the fp8 weights of `model` into the order that its products read on the default device.
+    """Brings the fp8 weights of `model` into the order that products read on this device.
 
     Args:
       activations: as in `EngineConfig`.
@@ -29,10 +29,10 @@ def order_weights(model: nnx.Module, activations: str) -> None:
 
 
 def arrange_weights(model: nnx.Module, *, in_tiles: bool) -> None:
-    """Replaces the fp8 weights of `model` that have the other order. A model of shapes gets the new shapes.
+    """Replaces the fp8 weights of `model` that have the other order, or their shapes.
 
-    Weights of which a device's share is not whole tiles stay in rows. The device holds `model` and, for a moment, one
-    weight twice.
+    Weights of which a device's share is not whole tiles stay in rows. The device holds `model` and,
+    for a moment, one weight twice.
     """
     started, count = time.perf_counter(), 0
     for module, (values, scale) in quantized_weights(model):
@@ -66,7 +66,7 @@ def _share(values: jax.Array) -> tuple[int, ...]:
 
 
 def _converted(convert, values: jax.Array) -> jax.Array:
-    """`convert(values)` with the shares of `values`: the axes of rows and of columns stay the same two."""
+    """`convert(values)` with the shares of `values`: the axes of rows and columns stay."""
     sharding = values.sharding
     if isinstance(sharding, NamedSharding):
         spec = [*sharding.spec, *[None] * (len(values.shape) - len(sharding.spec))]

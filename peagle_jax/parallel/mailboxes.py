@@ -1,5 +1,5 @@
-"""Mailboxes of `pallas_kernels.peer_gather` on the GPUs of this process. On a CPU, which runs the reference, there is
-none."""
+"""Mailboxes of `pallas_kernels.peer_gather` on the GPUs of this process. On a CPU, which runs the
+reference, there is none."""
 
 import ctypes
 import itertools
@@ -18,7 +18,8 @@ DEFAULT_CHIPS = (90,)
 _NATIVE_ATOMICS = 3
 """CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of cuDeviceGetP2PAttribute."""
 _kept: list[jax.Array] = []
-"""All mailboxes of this process. A call under way may store into them after its engine is gone, so they are never freed."""
+"""All mailboxes of this process. A call under way may store into them after its engine is gone, so
+they are never freed."""
 
 
 class Mailboxes:
@@ -46,7 +47,7 @@ class Mailboxes:
         """int32 [1, LINKS] of each GPU, of mailboxes without a message: to be called once.
 
         Raises:
-          RuntimeError: it was called before. Messages with the numbers of earlier ones would be mistaken for these.
+          RuntimeError: it was called before; earlier messages would be mistaken for new ones.
         """
         if self._are_used:
             raise RuntimeError("mailboxes have messages: make others")
@@ -64,7 +65,8 @@ def table_shape(count: int) -> jax.ShapeDtypeStruct:
 def refusal_by_default(devices: Sequence[jax.Device]) -> str | None:
     """Why these devices use the library unless asked; None if they have mailboxes by default.
 
-    Some hosts report access over PCIe that their IOMMU does not let through, and a GPU would wait in vain.
+    Some hosts report access over PCIe that their IOMMU does not let through, and a GPU would wait
+    in vain.
     """
     if why := refusal(devices):
         return why
@@ -99,13 +101,13 @@ def _pairs(devices: Sequence[jax.Device]) -> list[tuple[int, int]]:
 
 
 def _may_access(one: int, other: int) -> bool:
-    """Whether the driver can let a GPU access the memory of another, by their ordinals. XLA asks the same, and
-    then enables it."""
+    """Whether the driver can let a GPU access the memory of another, by their ordinals. XLA asks
+    the same, and then enables it."""
     return _driver_says("cuDeviceCanAccessPeer", one, other)
 
 
 def _has_nvlink(one: int, other: int) -> bool:
-    """Whether the link between two GPUs has atomic operations, which NVLink has and PCIe has not."""
+    """Whether the link between two GPUs has atomic operations, which PCIe has not."""
     return _driver_says("cuDeviceGetP2PAttribute", _NATIVE_ATOMICS, one, other)
 
 

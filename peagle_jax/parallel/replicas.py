@@ -1,5 +1,6 @@
-"""Finds devices whose copies of the same values differ. All devices compute them by the same code from the same
-inputs, so a difference means a fault: of a device, of a collective, or of this program."""
+"""Finds devices whose copies of the same values differ. All devices compute them by the same code
+from the same inputs, so a difference means a fault: of a device, of a collective, or of this
+program."""
 
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ from peagle_jax.parallel.partition import gathered
 
 
 def checksums(tree) -> jax.Array:
-    """[n] uint32, by rank: a sum over the bits of each device's leaves, each weighted by its place."""
+    """[n] uint32, by rank: a sum over the bits of each device's leaves, weighted by place."""
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
         bits = leaf.ravel()

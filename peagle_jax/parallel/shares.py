@@ -1,8 +1,8 @@
 """How the parameters of a model are cut over N devices, as data; arrays here are numpy's or jax's.
 
-Attention, dense MLPs and the drafter are cut by heads and by columns of the MLP, experts by whole experts,
-embeddings and output projections by vocabulary rows. Everything else is whole on every device: norms,
-routers, biases that are added once, and the drafter's `fc`.
+Attention, dense MLPs and the drafter are cut by heads and by columns of the MLP, experts by whole
+experts, embeddings and output projections by vocabulary rows. Everything else is whole on every
+device: norms, routers, biases that are added once, and the drafter's `fc`.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one array is shared: along `axis`, each of its `parts` by itself, one part after the other.
+    """How one array is shared: along `axis`, each of its `parts` by itself.
 
     Args:
       padded: entries of each share, with zeros behind the last of the array; None: no padding.
@@ -89,7 +89,7 @@ def padded_share(pieces: list, cut: Cut, count: int):
 
 
 def vocabulary_rows(vocab_size: int, num_devices: int) -> int:
-    """Rows of an embedding or output projection on each device; the last devices may have rows of padding."""
+    """Rows of an embedding or output projection on each device; the last may have padding."""
     if num_devices == 1:
         return vocab_size
     rows = -(-vocab_size // num_devices)
@@ -106,7 +106,7 @@ def local_attention(config: AttentionConfig, num_devices: int) -> AttentionConfi
 
 
 def stored_attention(config: AttentionConfig, num_devices: int) -> AttentionConfig:
-    """The attention whose K and V all devices store together: more heads, if some are stored twice."""
+    """The attention whose K and V all devices store: more heads, if some are stored twice."""
     return replace(config, num_kv_heads=max(config.num_kv_heads, num_devices))
 
 
@@ -161,7 +161,7 @@ def cut_of(
       weight_shape: of the weight that a scale belongs to; not read for other parameters.
 
     Raises:
-      ConfigError: a share would begin or end within a block of 128 rows or columns that has one scale.
+      ConfigError: a share would begin or end within a block of 128 rows or columns.
     """
     module, leaf = (path[-2] if len(path) > 1 else ""), path[-1]
     if leaf != "scale":

@@ -1,9 +1,10 @@
-"""Weights of one shape as one operand: with several devices each operand of a call costs the host about two microseconds.
+"""Weights of one shape as one operand: with several devices each operand of a call costs the host
+about two microseconds.
 
-A program takes the stacked weights, and begins with slices of them. On a GPU kernels read a slice where it lies, if it
-begins where an array may begin (XLA's fusion of slices into custom calls). Shares of another size stay operands: with
-zeros behind them XLA copies their slices (four layers of GPT-OSS-120B for two H200: 26 operands less, but 17 copies and
-10 kernels more).
+A program takes the stacked weights, and begins with slices of them. On a GPU kernels read a slice
+where it lies, if it begins where an array may begin (XLA's fusion of slices into custom calls).
+Shares of another size stay operands: with zeros behind them XLA copies their slices (four layers of
+GPT-OSS-120B for two H200: 26 operands less, but 17 copies and 10 kernels more).
 """
 
 import math
@@ -16,13 +17,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels import dispatch
 
 MOST_BYTES = 1 << 20
-"""Largest share of a weight that is stacked. Larger ones would be in memory twice while their stack is made."""
+"""Largest share of a weight that is stacked. Larger ones would be in memory twice while their stack
+is made."""
 _ALIGNMENT = 256  # bytes, of each array in memory that XLA allocates on a GPU
 _PLATFORMS = ("cuda", "cpu")  # a TPU would copy each slice in every call
 
 
 class Stacks:
-    """Chooses the leaves that become one array: those of one shape, dtype and sharding that are small enough.
+    """Chooses the leaves that become one array: those of one shape, dtype and sharding that are
+    small enough.
 
     Args:
       leaves: arrays or their shapes, each with a `NamedSharding` over the same devices.

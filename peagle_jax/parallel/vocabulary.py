@@ -1,8 +1,8 @@
 """Reductions and selections over the vocabulary, whose logits may be shared by several devices.
 
-Device d holds the columns d * w .. (d + 1) * w of [..., V]; columns at V and above are padding with logits
-of -inf. Scalars of a row (maximum, argmax, sum, the largest few) travel, and are merged by ascending rank on
-every device. On one device each function is the plain operation.
+Device d holds the columns d * w .. (d + 1) * w of [..., V]; columns at V and above are padding with
+logits of -inf. Scalars of a row (maximum, argmax, sum, the largest few) travel, and are merged by
+ascending rank on every device. On one device each function is the plain operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,10 +75,11 @@ def in_spans(x: jax.Array, fill: float) -> jax.Array:
 
 
 def totals(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Sums of each row of several arrays `in_spans` of one shape and dtype, in one message: [len(arrays), ...].
+    """Sums of each row of several arrays `in_spans` of one shape and dtype, in one message:
+    [len(arrays), ...].
 
-    All are added in the same order, in one pass over V. Spans are added first: on a CPU XLA adds the columns of
-    several arrays one after the other, so without spans the error would grow with V.
+    All are added in the same order, in one pass over V. Spans are added first: on a CPU XLA adds
+    the columns of several arrays one after the other, so without spans the error would grow with V.
     """
     zeros = [jnp.zeros((), x.dtype) for x in arrays]
     add = lambda xs, ys: [x + y for x, y in zip(xs, ys, strict=True)]
@@ -98,8 +99,8 @@ def top(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The largest values of each row, as `lax.top_k` orders them: ties by ascending id.
 
     Args:
-      x: [..., V] float32.
-      count: n, at most the number of columns without padding; then no column of padding is among them.
+      x: [..., V] float32. count: n, at most the number of columns without padding; then no column
+        of padding is among them.
     Returns:
       Ids int32 and values float32, each [..., n].
     """
@@ -123,9 +124,11 @@ def any_of(x: jax.Array) -> jax.Array:
 
 
 def _merged(index: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Argmax [...] int32 and maximum [...] float32 of whole rows, from those of this device's columns.
+    """Argmax [...] int32 and maximum [...] float32 of whole rows, from those of this device's
+    columns.
 
-    `index` is a token id. Ties go to the lower rank, whose ids are lower, and the first NaN is the largest.
+    `index` is a token id. Ties go to the lower rank, whose ids are lower, and the first NaN is the
+    largest.
     """
     bits = lax.bitcast_convert_type(value.astype(jnp.float32), jnp.int32)
     indices, bits = jnp.moveaxis(gathered(jnp.stack([index.astype(jnp.int32), bits])), 1, 0)
@@ -138,7 +141,8 @@ def _merged(index: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def first_largest(index: jax.Array, value: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """Those of whole rows, from an argmax [...] and a maximum [...] over this device's `width` columns."""
+    """Those of whole rows, from an argmax [...] and a maximum [...] over this device's `width`
+    columns."""
     if partition.size() == 1:
         return index, value
     at, best = _merged(index + partition.rank() * width, value)

@@ -165,7 +165,7 @@ def test_an_alternative_is_compared_but_its_reference_not_timed(monkeypatch):
     [
         (quantize, quantize.Spec(rows=1, width=1024)),
         (moe, moe.Spec(kernel="plan", rows=5, experts=32, top_k=2)),
-        (moe, moe.Spec(kernel="route", rows=5, experts=32, top_k=2)),
+        (moe, moe.Spec(kernel="place", rows=70, experts=32, top_k=2)),
     ],
 )
 def test_padding_of_a_kernel_is_not_compared(module, spec, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.cutoffs import specs
 from pallas_kernels.cutoffs.api import cutoffs, has_kernel
-from pallas_kernels.cutoffs.mosaic_gpu import _Plan
+from pallas_kernels.cutoffs.mosaic_gpu import _CutoffPlan
 from pallas_kernels.device import GENERATIONS
 from peagle_jax.method import sampling
 from peagle_jax.parallel import partition
@@ -98,7 +98,7 @@ def test_the_kernel_is_the_reference(kind):
 )
 @pytest.mark.usefixtures("race_free")
 def test_any_width(width, blocks):
-    assert _Plan.of(width).blocks == blocks
+    assert _CutoffPlan.of(width).blocks == blocks
     rules = [RULES[i] for i in ((2, 5, 10, 11) if blocks < 4 else (5, 10))]
     for kind in ("distinct", "sorted")[: 2 if blocks < 4 else 1]:
         rows = random_rows(kind, width, len(rules))

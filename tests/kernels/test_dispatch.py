@@ -11,10 +11,11 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import B200, CPU, H200, Device, describe
-from pallas_kernels.moe import api as moe
+from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.rms_norm.api import add_rms_norm
 from pallas_kernels.rope_write import api as rope_write
 from pallas_kernels.verify_attention.api import verify_attention
+from tests.kernels.experts import mixture
 
 
 @pytest.fixture(autouse=True)
@@ -160,10 +161,11 @@ def _every_operation(implementation=None) -> list:
     )  # fmt: skip
     attended = verify_attention(q, *written, scale=0.125, **where, **how)
     normed = add_rms_norm(x, x, jnp.ones(D), eps=1e-6, **how)
-    weights, ids = moe.route(rand(T, E).astype(jnp.float32), k, normalize=True, **how)
+    logits = rand(T, E).astype(jnp.float32)
     wide = [rand(*shape).astype(jnp.float32) for shape in ((T, D), (E, 2, 32, D), (E, D, 32))]
-    experts = map(moe.ExpertWeights, wide[1:])  # float32: in bfloat16 a TPU has a kernel
-    return [q, written, attended, normed, moe.moe(wide[0], ids, weights, *experts, **how)]
+    experts = map(ExpertWeights, wide[1:])  # float32: in bfloat16 a TPU has a kernel
+    mixed = mixture(wide[0], logits, *experts, top_k=k, normalize=True, **how)
+    return [q, written, attended, normed, mixed]
 
 
 def test_a_generation_without_this_kernel_is_one_line_an_operation(default, caplog):
@@ -295,3 +297,15 @@ def test_a_kernel_and_a_cpu_are_said_quietly(caplog):
         "all operations run their reference implementation on cpu",
         "op runs its mosaic_gpu implementation on NVIDIA H200 (sm_90)",
     ]
+
+
+def test_a_block_changes_its_own_fields_of_the_trace_and_ends_with_them():
+    before = dispatch.trace()
+    with dispatch.assume(H200), dispatch.references(rounded=True), dispatch.traced(num_devices=2):
+        with dispatch.as_served():
+            assert dispatch.trace() == dispatch.Trace(H200, num_devices=2)
+        assert dispatch.trace() == dispatch.Trace(H200, True, True, 2)
+        with pytest.raises(ZeroDivisionError), dispatch.traced(num_devices=1):
+            _ = 1 / 0
+        assert dispatch.trace().num_devices == 2
+    assert dispatch.trace() is before

@@ -8,9 +8,9 @@ import pytest
 from pallas_kernels import activations, dispatch, formats, fp8_tiles
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import B200, H200, RTX5090
-from pallas_kernels.moe.api import moe
 from pallas_kernels.moe.reference import ExpertWeights
 from tests.kernels.compiled import dequantize, referenced
+from tests.kernels.experts import moe
 
 THREADS, LANES = 128, 32
 

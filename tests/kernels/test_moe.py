@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.moe.api import ExpertWeights, moe, route
+from pallas_kernels.moe.api import Choice, Experts, mixture
+from pallas_kernels.moe.reference import ExpertWeights
 from peagle_jax.models.quant import quantize_fp8
 from tests.kernels.compiled import dequantize
+from tests.kernels.experts import moe, route
 
 pytestmark = pytest.mark.sampled(1)
 
@@ -203,10 +205,12 @@ def test_routing_survives_large_logits():
     [
         (dict(x=rows(3, 31)), "gate_up is"),
         (dict(x=rows(3)[0]), "rows of activations"),
-        (dict(ids=jnp.zeros((2, 2), jnp.int32)), "must both be"),
-        (dict(weights=jnp.ones((3, 3))), "must both be"),
-        (dict(ids=jnp.zeros((3, 2))), "int32"),
-        (dict(weights=jnp.ones((3, 2), jnp.bfloat16)), "float32"),
+        (dict(x=rows(4)), "rows of activations"),
+        (dict(logits=jnp.zeros((3, 6), jnp.bfloat16)), "float32"),
+        (dict(logits=jnp.zeros(6)), "float32"),
+        (dict(logits=jnp.zeros((3, 7))), "logits of 7 experts"),
+        (dict(top_k=7), "between 1"),
+        (dict(top_k=0), "between 1"),
         (dict(gate_up=ExpertWeights(jnp.zeros((6, 320, 32)))), "gate_up is"),
         (dict(gate_up=ExpertWeights(jnp.zeros((6, 3, 160, 32)))), "gate_up is"),
         (dict(gate_up=ExpertWeights(jnp.zeros((6, 2, 160, 32), jnp.uint8))), "without a scale"),
@@ -216,23 +220,11 @@ def test_routing_survives_large_logits():
         (dict(down=ExpertWeights(jnp.zeros((6, 32, 160)), None, jnp.zeros((6, 160)))), "down's"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, says):
+@pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
+def test_what_does_not_fit_is_refused(change, says, implementation):
     gate_up, down = experts("plain")
-    ids, weights = routed(3)
-    arguments = dict(x=rows(3), ids=ids, weights=weights, gate_up=gate_up, down=down) | change
+    call = dict(x=rows(3), logits=jnp.zeros((3, 6)), top_k=2, gate_up=gate_up, down=down) | change
+    weights = Experts(call["gate_up"], call["down"])
+    choice = Choice(call["top_k"], True)
     with pytest.raises(ValueError, match=says):
-        moe(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("logits", "top_k", "says"),
-    [
-        (jnp.zeros((2, 4), jnp.bfloat16), 2, "float32"),
-        (jnp.zeros(4), 2, "float32"),
-        (jnp.zeros((2, 4)), 5, "between 1"),
-        (jnp.zeros((2, 4)), 0, "between 1"),
-    ],
-)
-def test_routing_that_cannot_be_is_refused(logits, top_k, says):
-    with pytest.raises(ValueError, match=says):
-        route(logits, top_k, normalize=True)
+        mixture(call["x"], call["logits"], choice, weights, implementation=implementation)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats import GROUP
-from pallas_kernels.moe import mosaic_gpu, mosaic_route
+from pallas_kernels.moe import mosaic_gpu
 from pallas_kernels.moe.reference import ExpertWeights
+from pallas_kernels.quantize import mosaic_gpu as copies
 from tests.kernels.compiled import make_worklist
 from tests.kernels.test_moe_mosaic import LIMIT, experts, in_slots, launch, rows
 
@@ -74,11 +75,11 @@ def test_rows_are_spread_to_their_slots():
     R, k, D, size = 5, 3, 128, 40
     x = jax.random.normal(jax.random.key(0), (R, D), jnp.bfloat16)
     slots = jax.random.permutation(jax.random.key(1), size)[: R * k].reshape(k, R).astype(jnp.int32)
-    found = mosaic_route.spread(x, slots, size, launch())
+    found = copies.spread(x, slots, size, launch())
     assert found.shape == (size, D)
     for j in range(k):
         assert np.array_equal(found[slots[j]], x)
-    some = mosaic_route.spread(x, slots, size, launch(), jnp.array([3, 3], jnp.int32), 8)
+    some = copies.spread(x, slots, size, launch(), jnp.array([3, 3], jnp.int32), 8)
     for j in range(k):
         copied = np.array([np.array_equal(*pair) for pair in zip(some[slots[j]], x, strict=True)])
         assert np.array_equal(copied, slots[j] < 24), "slots behind the items are left out"

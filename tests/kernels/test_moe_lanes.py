@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.moe import mosaic_plan, mosaic_route, mosaic_sort, reference
+from pallas_kernels.moe import mosaic_plan, mosaic_route, mosaic_sort, paths, reference
 from pallas_kernels.moe.mosaic_layout import Own, Plan, Scratch
 from pallas_kernels.moe.mosaic_plan import Results
 from pallas_kernels.moe.worklist import make_worklist, most_items, own_items
@@ -48,7 +48,7 @@ def run(monkeypatch, plan: Plan, logits, bias=None, own: Own | None = None, *, b
     padded[: plan.R, : plan.E] = logits
     biases = []
     if bias is not None:
-        biases = [machine.device.take((mosaic_route.padded_experts(plan.E),), np.float32)]
+        biases = [machine.device.take((paths.padded_experts(plan.E),), np.float32)]
         biases[0][...] = np.pad(bias, (0, biases[0].shape[0] - plan.E))
     sources, scratches = [], []
     for block, memory in enumerate(machine.shared):
@@ -181,7 +181,7 @@ def test_weights_are_those_of_the_reference(monkeypatch, R, k):
 @pytest.mark.parametrize("Ep", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_lanes_sort_in_many_blocks(monkeypatch, Ep, blocks):
-    """The stages that `mosaic_place` shares: prefix sums, and the experts of more items than threads."""
+    """The stages that `mosaic_route.place` shares: prefix sums, and the experts of more items than threads."""
     for seed, density in enumerate((0.3, 0.9, 0.02, 1)):
         random = np.random.default_rng([Ep, seed])
         tiles = random.integers(0, 4, Ep) * (random.random(Ep) < density)

@@ -1,40 +1,74 @@
-"""Limits of the kernel that routes and plans a small batch, and what happens beyond them."""
+"""Which path a mixture of experts takes, and what happens beyond the limits of each."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.moe import mosaic_plan
-from pallas_kernels.moe.api import CHIPS, ExpertWeights, mixture
+from pallas_kernels.device import B200, H200, RTX5090
+from pallas_kernels.moe import paths
+from pallas_kernels.moe.paths import Call
+from pallas_kernels.moe.reference import Experts, ExpertWeights
+from tests.kernels.experts import mixture
+
+HALF, WIDE = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+made = lambda *shape: jax.ShapeDtypeStruct(shape, HALF)
+
+
+def path_of(device, R: int, E: int, top_k: int, **options) -> str:
+    D = options.pop("D", 2048)
+    experts = Experts(ExpertWeights(made(E, 2, 768, D)), ExpertWeights(made(E, D, 768)))
+    with dispatch.assume(device):
+        return paths.resolve(Call(R, D, E, top_k, HALF, **options), experts).name
 
 
 @pytest.mark.parametrize(
-    ("R", "E", "k", "fits"),
-    [(256, 128, 64, True), (256, 128, 65, False), (257, 8, 1, False), (8, 129, 1, False)],
+    ("R", "E", "k", "device", "path"),
+    [
+        (256, 128, 64, H200, "plan"),
+        (256, 128, 65, H200, "place"),
+        (257, 32, 1, H200, "place"),
+        (8, 160, 1, H200, "sort"),
+        (16384, 128, 8, H200, "place"),
+        (16384, 128, 8, B200, "place"),
+        (16385, 128, 8, H200, "sort"),
+        (8192, 128, 8, RTX5090, "place"),
+        (16384, 128, 8, RTX5090, "sort"),
+        (300, 512, 8, H200, "sort"),
+    ],
 )
-def test_what_exceeds_the_planning_kernel_is_refused(R, E, k, fits):
-    assert mosaic_plan.fits(R, E, k) == fits
-    if fits:
-        return
-    launch = dispatch.resolve("moe", "mosaic_gpu", chips=CHIPS)
-    with pytest.raises(ValueError, match="exceed the limits"):
-        mosaic_plan.route_and_plan(
-            jnp.zeros((R, E)), None, top_k=k, normalize=True, tokens=64, shared=False, items=8,
-            launch=launch,
-        )  # fmt: skip
+def test_rows_are_routed_and_sorted_by_the_first_path_that_fits(R, E, k, device, path):
+    assert path_of(device, R, E, k) == path
+
+
+@pytest.mark.parametrize(
+    ("R", "options", "device", "path"),
+    [
+        (16, dict(), H200, "norm_route"),
+        (16, dict(D=1024), H200, "norm_route"),
+        (16, dict(is_share=True), H200, "norm_product"),
+        (17, dict(), H200, "norm_product"),
+        (128, dict(), H200, "norm_product"),
+        (129, dict(), H200, "plan"),
+        (8, dict(E=64), H200, "plan"),
+        (8, dict(D=2880), H200, "plan"),
+        (16, dict(D=4096), H200, "plan"),
+        (8, dict(router_dtype=WIDE), H200, "plan"),
+        (8, dict(stream_dtype=WIDE), H200, "plan"),
+        (8, dict(), B200, "plan"),
+    ],
+)
+def test_norm_and_router_are_one_kernel_for_few_rows_on_hopper(R, options, device, path):
+    call = dict(E=128, top_k=8, stream_dtype=HALF, router_dtype=HALF) | options
+    assert path_of(device, R, **call) == path
 
 
 def test_a_mixture_beyond_the_limits_is_routed_and_sorted_by_other_kernels():
     """Each of 256 rows has 100 experts."""
     R, E, F, D, k = 256, 128, 64, 64, 100
-    made = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    weights = (
-        ExpertWeights(made(E, 2, F, D), None, None),
-        ExpertWeights(made(E, D, F), None, None),
-    )
+    weights = ExpertWeights(made(E, 2, F, D)), ExpertWeights(made(E, D, F))
     run = lambda x, logits, *weights: mixture(
-        x, logits, *weights, router_bias=None, top_k=k, normalize=True, implementation="mosaic_gpu"
+        x, logits, *weights, top_k=k, normalize=True, implementation="mosaic_gpu"
     )
     mixed = jax.eval_shape(run, made(R, D), jax.ShapeDtypeStruct((R, E), jnp.float32), *weights)
-    assert (mixed.weights.shape, mixed.rows.shape) == ((k, R), (k, R))
+    assert (mixed.weights.shape[0], mixed.rows.shape[0]) == (k, k)

@@ -10,11 +10,12 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.device import Device
 from pallas_kernels.formats import BLOCK
-from pallas_kernels.moe import mosaic_gpu, mosaic_place, mosaic_plan, mosaic_route
-from pallas_kernels.moe.api import CHIPS, ExpertForm, ExpertWeights, Mixture, mixture, moe, route
-from pallas_kernels.moe.mosaic_gpu import TuningConfig
-from pallas_kernels.moe.worklist import most_items
+from pallas_kernels.moe import mosaic_gpu, mosaic_plan, mosaic_route
+from pallas_kernels.moe.paths import CHIPS, Routing, TuningConfig
+from pallas_kernels.moe.reference import Choice, ExpertWeights, Mixture
+from pallas_kernels.quantize import mosaic_gpu as copies
 from tests.kernels.compiled import dequantize, make_worklist, routed
+from tests.kernels.experts import mixture, moe, without
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -49,11 +50,8 @@ def plan(logits, bias, k: int, *, normalize=True, config: TuningConfig | None = 
     """What `route_and_plan` makes for `mixture`."""
     R, E = logits.shape
     config = config or TuningConfig.choose(R, E, k, hopper=True, quantized=False)
-    cut = dict(tokens=config.tokens, shared=config.shared)
-    return mosaic_plan.route_and_plan(
-        logits, bias, top_k=k, normalize=normalize, items=most_items(R, E, k, **cut),
-        launch=launch(), **cut,
-    )  # fmt: skip
+    routing = Routing.of(R, E, Choice(k, normalize), config, launch())
+    return mosaic_plan.route_and_plan(logits, bias, routing)
 
 
 def assert_weights(found: jax.Array, wanted: np.ndarray):
@@ -88,7 +86,7 @@ ROUTES = [
 def test_routing_is_the_definition(R, E, k, normalize, bias, ties):
     logits, bias = logits_of(R, E, ties=ties), bias_of(E) if bias and not ties else None
     wanted, ids = by_definition(logits, bias, k, normalize)
-    weights, found = mosaic_route.route(logits, bias, k, normalize, launch())
+    weights, found, *_ = mosaic_route.route(logits, bias, k, normalize, launch())
     assert np.array_equal(np.asarray(found)[:, :R].T, ids)
     assert_weights(weights, wanted)
 
@@ -111,7 +109,7 @@ def test_the_plan_is_the_worklist(R, E, k, normalize, bias, ties):
     weights, *work = plan(logits, bias, k, normalize=normalize)
     assert_weights(weights, wanted)
     assert_worklist(work, ids, E, TuningConfig.choose(R, E, k, hopper=True, quantized=False))
-    routed, _ = mosaic_route.route(logits, bias, k, normalize, launch())
+    routed, *_ = mosaic_route.route(logits, bias, k, normalize, launch())
     assert np.array_equal(weights[:, :R], routed[:, :R])  # whichever of the two kernels routes
 
 
@@ -146,17 +144,17 @@ def test_experts_that_are_masked_are_chosen_last():
     masked = jnp.full((5, 32), -jnp.inf).at[:, jnp.array([3, 9, 31])].set(jnp.arange(3.0))
     wanted, ids = by_definition(masked, None, 4, True)
     assert ids.tolist() == [[31, 9, 3, 0]] * 5
-    weights, found = route(masked, 4, normalize=True, implementation="mosaic_gpu")
-    assert np.array_equal(found, ids)
-    assert_weights(weights.T, wanted)
+    weights, found, *_ = mosaic_route.route(masked, None, 4, True, launch())
+    assert np.array_equal(found[:, :5].T, ids)
+    assert_weights(weights, wanted)
     weights, *work = plan(masked, None, 4)
     assert_weights(weights, wanted)
     assert_worklist(work, ids, 32, TuningConfig.choose(5, 32, 4, hopper=True, quantized=False))
 
 
-def test_routing_says_what_it_cannot_do():
+def test_a_mixture_says_what_it_cannot_do():
     with dispatch.assume(Device("a chip", 80, 1, 1)), pytest.raises(NotImplementedError):
-        route(logits_of(3, 32), 4, normalize=True, implementation="mosaic_gpu")
+        mix(rows(3), logits_of(3, 16), experts("bf16", E=16, F=64))
 
 
 @pytest.mark.sampled(0, slow=1)
@@ -167,7 +165,7 @@ def test_routing_of_a_row_has_the_same_bits_in_any_company(E):
     whole = [np.asarray(x) for x in run(logits)]
     for rows in (slice(0, 1), slice(7, 12), slice(64, 128)):
         R = rows.stop - rows.start
-        weights, ids = run(logits[rows])
+        weights, ids, *_ = run(logits[rows])
         assert np.array_equal(weights[:, :R], whole[0][:, rows])
         assert np.array_equal(ids[:, :R], whole[1][:, rows])
         planned = plan(logits[rows], bias, 4)[0]
@@ -229,7 +227,7 @@ def added(mixed: Mixture, R: int) -> np.ndarray:
 
 
 def mix(x, logits, weights, implementation="mosaic_gpu", *, k=2, **options) -> np.ndarray:
-    options = dict(router_bias=None, normalize=True) | options
+    options = dict(normalize=True) | options
     run = functools.partial(mixture, top_k=k, implementation=implementation, **options)
     if implementation == "reference":
         run = jax.jit(run)  # an interpreted kernel is a program already
@@ -248,10 +246,8 @@ def test_experts_compute_as_in_float64(form, R, bias, limit):
     weights = experts(form, bias=bias and form == "bf16")
     shares, ids = by_definition(logits_of(R, 8), None, 2, True)
     wanted = by_hand(rows(R), ids, shares, *weights, limit)
-    found = moe(
-        rows(R), jnp.asarray(ids), jnp.asarray(shares), *weights, limit=limit,
-        implementation="mosaic_gpu",
-    )  # fmt: skip
+    chosen = jnp.asarray(ids), jnp.asarray(shares)
+    found = moe(rows(R), *chosen, *weights, limit=limit, implementation="mosaic_gpu")
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         np.asarray(found, np.float64), wanted, rtol=0, atol=0.01 * np.abs(wanted).max()
@@ -277,8 +273,8 @@ def test_an_experts_result_is_rounded_and_the_sum_is_not(form, R):
     assert np.array_equal(run(ids, shares), wanted.astype(jnp.bfloat16))
 
 
-def in_slots(x: jax.Array, slots: jax.Array, size: int, _launch=None) -> jax.Array:
-    """As `mosaic_route.spread`, in plain jnp; rows without a value are NaN."""
+def in_slots(x: jax.Array, slots: jax.Array, size: int, *_) -> jax.Array:
+    """As `quantize.mosaic_gpu.spread`, in plain jnp; rows without a value are NaN."""
     copies = jnp.broadcast_to(x, (len(slots), *x.shape))
     return jnp.full((size, x.shape[1]), jnp.nan, x.dtype).at[slots[:, : len(x)]].set(copies)
 
@@ -318,7 +314,7 @@ def test_an_expert_without_rows_is_not_read(shared):
 @pytest.mark.parametrize(
     ("R", "form", "options"),
     [
-        (5, "bf16", dict(router_bias=bias_of(16), form=ExpertForm(LIMIT))),
+        (5, "bf16", dict(router_bias=bias_of(16), limit=LIMIT)),
         (12, "fp8", dict(normalize=False)),
         (21, "bf16", dict(router_bias=bias_of(16), normalize=False)),
         (70, "fp8", dict()),
@@ -326,7 +322,7 @@ def test_an_expert_without_rows_is_not_read(shared):
 )
 @both_chips
 def test_a_mixture_is_the_reference(R, form, options):
-    weights = experts(form, E=16, F=64, bias="form" in options)
+    weights = experts(form, E=16, F=64, bias="limit" in options)
     x, logits = rows(R), logits_of(R, 16)
     wanted = mix(x, logits, weights, "reference", **options)
     found = mix(x, logits, weights, **options)
@@ -341,10 +337,10 @@ def test_more_rows_than_one_block_plans_give_the_same_mixture(monkeypatch, R, fo
     """Then two kernels route and make the worklist, or one kernel and plain jnp."""
     weights, x, logits = experts(form, E=16, F=64), rows(R), logits_of(R, 16)
     planned = mix(x, logits, weights)
-    monkeypatch.setattr(mosaic_plan, "MOST_ROWS", 20)
+    without(monkeypatch, "plan")
     assert np.array_equal(mix(x, logits, weights), planned)
-    monkeypatch.setattr(mosaic_place, "fits", lambda *_: False)
-    monkeypatch.setattr(mosaic_route, "spread", in_slots)
+    without(monkeypatch, "place")
+    monkeypatch.setattr(copies, "spread", in_slots)
     assert np.array_equal(mix(x, logits, weights), planned)
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.moe import mosaic_plan, reference
-from pallas_kernels.moe.api import CHIPS
-from pallas_kernels.moe.mosaic_gpu import TuningConfig
-from pallas_kernels.moe.worklist import make_worklist, most_items, own_items
+from pallas_kernels.moe.paths import CHIPS, Routing, TuningConfig
+from pallas_kernels.moe.worklist import make_worklist, own_items
 
 pytestmark = pytest.mark.usefixtures("race_free")
 
@@ -42,15 +41,12 @@ def assert_own(logits, bias, k: int, first: int, count: int, *, normalize: bool 
     """The kernel's results are those of `own_items(make_worklist())`; returns the number of items."""
     R, E = logits.shape
     config = TuningConfig.choose(R, E, k, hopper=False, quantized=False)
-    cut = dict(tokens=config.tokens, shared=config.shared)
     launch = dispatch.resolve("moe", "mosaic_gpu", chips=CHIPS)
-    run = partial(
-        mosaic_plan.route_and_plan, logits, bias, top_k=k, normalize=normalize,
-        items=most_items(R, E, k, **cut), launch=launch, **cut,
-    )  # fmt: skip
+    routing = Routing.of(R, E, reference.Choice(k, normalize), config, launch)
+    run = partial(mosaic_plan.route_and_plan, logits, bias, routing)
     of_all = run()[0][:, :R]
     at = jnp.int32(first)
-    weights, slots, experts, num_items = map(np.asarray, run(at, count=count))
+    weights, slots, experts, num_items = map(np.asarray, run(at, count))
     wanted = by_definition(
         logits, bias, of_all, at, k, count, normalize, config.tokens, config.shared
     )

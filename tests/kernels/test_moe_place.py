@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.device import B200, H200, RTX5090
-from pallas_kernels.moe import mosaic_place, mosaic_plan, mosaic_route
-from pallas_kernels.moe.api import CHIPS, ExpertWeights, mixture
-from pallas_kernels.moe.worklist import most_items
+from pallas_kernels.moe import mosaic_route
+from pallas_kernels.moe.paths import CHIPS, Routing, TuningConfig
+from pallas_kernels.moe.reference import Choice, ExpertWeights
 from tests.kernels.compiled import make_worklist, routed
+from tests.kernels.experts import mixture, without
 
 pytestmark = pytest.mark.sampled(1, slow=3)
 
@@ -28,12 +28,10 @@ def launch() -> dispatch.Launch:
 def assert_placed(logits, bias, k: int, tokens: int, *, normalize: bool = True) -> None:
     """All results of `route_and_place`, beside the worklist in jnp and the kernel `route`."""
     R, E = logits.shape
-    items = most_items(R, E, k, tokens, False)
+    config = TuningConfig(tokens, False, (2, 2))
+    routing = Routing.of(R, E, Choice(k, normalize), config, launch())
     weights, slots, experts, num_items = map(
-        np.asarray,
-        mosaic_place.route_and_place(
-            logits, bias, top_k=k, normalize=normalize, tokens=tokens, items=items, launch=launch()
-        ),
+        np.asarray, mosaic_route.route_and_place(logits, bias, routing)
     )
     biased = logits if bias is None else logits + bias.astype(jnp.float32)
     _, ids = routed(biased, k, normalize)
@@ -42,7 +40,7 @@ def assert_placed(logits, bias, k: int, tokens: int, *, normalize: bool = True) 
     assert (num_items == count).all()
     assert np.array_equal(experts[:count], work.experts[:count])
     assert np.array_equal(slots[:, :R], work.slots)
-    alone, _ = mosaic_route.route(logits, bias, k, normalize, launch())
+    alone, *_ = mosaic_route.route(logits, bias, k, normalize, launch())
     assert np.array_equal(weights[:, :R], alone[:, :R])
 
 
@@ -88,38 +86,16 @@ def test_a_mixture_is_the_same_with_either_worklist(monkeypatch, first):
     x, logits = draw(2, R, D), logits_of(R, E)
     at = None if first is None else jnp.int32(first)
     run = lambda: mixture(
-        x, logits, *weights, router_bias=None, top_k=2, normalize=True, first=at,
-        implementation="mosaic_gpu",
-    ).added(R)  # fmt: skip
-    monkeypatch.setattr(mosaic_plan, "MOST_ROWS", 20)
+        x, logits, *weights, top_k=2, normalize=True, first=at, implementation="mosaic_gpu"
+    ).added(R)
+    without(monkeypatch, "plan")
     with monkeypatch.context() as patch:
-        patch.setattr(mosaic_place, "fits", lambda *_: False)
+        without(patch, "place")
         wanted = run()
     calls = []
-    place = mosaic_place.route_and_place
+    place = mosaic_route.route_and_place
     monkeypatch.setattr(
-        mosaic_place, "route_and_place", lambda *args, **how: calls.append(1) or place(*args, **how)
+        mosaic_route, "route_and_place", lambda *args, **how: calls.append(1) or place(*args, **how)
     )
     assert np.array_equal(run(), wanted)
     assert calls == [1]
-
-
-@pytest.mark.parametrize(
-    ("R", "E", "device", "fits"),
-    [
-        (16384, 128, H200, True),
-        (16384, 128, B200, True),
-        (16385, 128, H200, False),
-        (8192, 128, RTX5090, True),
-        (16384, 128, RTX5090, False),
-        (300, 512, H200, False),
-    ],
-)
-def test_what_exceeds_the_kernels_is_refused(R, E, device, fits):
-    assert mosaic_place.fits(R, E, device) == fits
-    if not fits:
-        with pytest.raises(ValueError, match="exceeds the limits"):
-            mosaic_place.route_and_place(
-                jax.ShapeDtypeStruct((R, E), jnp.float32), None, top_k=8, normalize=True, tokens=64,
-                items=8, launch=dispatch.Launch(device),
-            )  # fmt: skip

@@ -13,7 +13,8 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.specs import random_leaf, weight_of
 from pallas_kernels.device import V6E
-from pallas_kernels.moe.api import ExpertForm, ExpertWeights, mixture, moe
+from pallas_kernels.moe.reference import ExpertWeights
+from tests.kernels.experts import mixture, moe
 
 # F and D are no multiples of a tile nor, except for mxfp4, of a block of scales.
 E, F, D, TOP_K = 4, 160, 320, 2
@@ -46,9 +47,14 @@ def run(x, logits, weights, implementation, **options) -> np.ndarray:
     @jax.jit
     def total(x, logits, weights):
         made = mixture(
-            x, logits, *weights, router_bias=None, top_k=TOP_K, normalize=True,
-            implementation=implementation, **options,
-        )  # fmt: skip
+            x,
+            logits,
+            *weights,
+            top_k=TOP_K,
+            normalize=True,
+            implementation=implementation,
+            **options,
+        )
         return jnp.einsum("kr,krd->rd", made.weights, made.values[made.rows].astype(jnp.float32))
 
     return np.asarray(total(x, logits, weights))
@@ -59,7 +65,7 @@ def run(x, logits, weights, implementation, **options) -> np.ndarray:
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_are_those_of_the_reference(form, R):
     x, logits = rows(R)
-    options = dict(form=ExpertForm(limit=7.0)) if form == "mxfp4" else {}
+    options = dict(limit=7.0) if form == "mxfp4" else {}
     weights = experts(form, bias=form in ("bf16", "mxfp4"))
     wanted = run(x, logits, weights, "reference", **options)
     found = run(x, logits, weights, "mosaic_tpu", **options)

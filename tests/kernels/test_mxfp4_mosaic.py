@@ -7,9 +7,10 @@ import pytest
 
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.formats import kernel_refusal
-from pallas_kernels.moe.api import ExpertWeights, moe
+from pallas_kernels.moe.reference import ExpertWeights
 from tests.kernels import compiled
 from tests.kernels.compiled import dequantize
+from tests.kernels.experts import moe
 
 pytestmark = pytest.mark.sampled(2)
 

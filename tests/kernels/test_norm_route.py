@@ -11,19 +11,11 @@ import pytest
 
 from pallas_kernels import dispatch, fp8_tiles
 from pallas_kernels.block_gemm.api import linear
-from pallas_kernels.device import B200, H200
-from pallas_kernels.moe import (
-    mosaic_norm_product,
-    mosaic_norm_route,
-    mosaic_norm_send,
-    mosaic_plan,
-    normed,
-)
-from pallas_kernels.moe.api import CHIPS
-from pallas_kernels.moe.mosaic_gpu import TuningConfig
-from pallas_kernels.moe.reference import ExpertWeights
-from pallas_kernels.moe.worklist import most_items
+from pallas_kernels.moe import api, mosaic_norm, mosaic_norm_send, mosaic_plan
+from pallas_kernels.moe.paths import CHIPS, Routing, TuningConfig
+from pallas_kernels.moe.reference import Choice, Experts, ExpertWeights
 from pallas_kernels.rms_norm import mosaic_gpu as rms_norm
+from tests.kernels.experts import without
 
 race_free = pytest.mark.usefixtures("race_free")
 EXPERTS, CHOSEN = 128, 8
@@ -53,15 +45,13 @@ def assert_same_bits(args: list, *, normalize: bool = True) -> None:
     h, parts, bias, scale, weight, router_bias = args
     R = len(h)
     config = TuningConfig.choose(R, EXPERTS, CHOSEN, hopper=True, quantized=False)
-    cut = dict(tokens=config.tokens, shared=config.shared)
-    items = most_items(R, EXPERTS, CHOSEN, **cut)
-    how = dict(top_k=CHOSEN, normalize=normalize, items=items, launch=launch(), **cut)
+    routing = Routing.of(R, EXPERTS, Choice(CHOSEN, normalize), config, launch())
     added = rms_norm.Added(parts, bias=bias)
     norm = dict(eps=1e-6, out_dtypes=DTYPES)
     rows = rms_norm.add_rms_norm(h, added, scale, inner_eps=None, launch=launch(), **norm)
     logits = linear(rows[1], weight, out_dtype=jnp.float32, implementation="mosaic_gpu")
-    wanted = *rows, *mosaic_plan.route_and_plan(logits, router_bias, **how)
-    found = mosaic_norm_route.norm_and_route(*args, **norm, **how)
+    wanted = *rows, *mosaic_plan.route_and_plan(logits, router_bias, routing)
+    found = mosaic_norm.norm_and_route(*args, routing, **norm)
     count = int(wanted[-1][0])
     for one, other in zip(specified(wanted, R, count), specified(found, R, count), strict=True):
         assert one.tobytes() == other.tobytes()
@@ -74,7 +64,7 @@ def assert_same_logits(args: list) -> None:
     added = rms_norm.Added(parts, bias=bias)
     rows = rms_norm.add_rms_norm(h, added, scale, inner_eps=None, **norm)
     logits = linear(rows[1], weight, out_dtype=jnp.float32, implementation="mosaic_gpu")
-    found = mosaic_norm_product.norm_and_product(*args[:-1], **norm)
+    found = mosaic_norm.norm_and_product(*args[:-1], **norm)
     for one, other in zip((*rows, logits), found, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
@@ -126,24 +116,29 @@ def test_a_mixture_with_its_norm_has_the_bits_of_both_alone(monkeypatch):
         return ExpertWeights(fp8_tiles.arrange(values), scale)
 
     both = experts(0, EXPERTS, 2, F, D), experts(1, EXPERTS, D, F)
-    router = normed.Router(weight, None, router_bias, 2, True)
+    router = api.Router(weight, None, Choice(2, True, router_bias))
     calls = []
-    kernel = mosaic_norm_route.norm_and_route
+    kernel = mosaic_norm.norm_and_route
     monkeypatch.setattr(
-        mosaic_norm_route, "norm_and_route", lambda *a, **k: calls.append(k) or kernel(*a, **k)
+        mosaic_norm, "norm_and_route", lambda *a, **k: calls.append(k) or kernel(*a, **k)
     )
 
     def run(implementation="mosaic_gpu"):
-        made = normed.normed_mixture(
-            h[:, None], parts[:, :, None], bias, normed.Norm(scale, 1e-6), router,
-            normed.Experts(*both), implementation=implementation,
-        )  # fmt: skip
-        return made[0], made[1].added(R)
+        stream, mixed = api.normed_mixture(
+            h[:, None],
+            parts[:, :, None],
+            bias,
+            api.Norm(scale, 1e-6),
+            router,
+            Experts(*both),
+            implementation=implementation,
+        )
+        return stream, mixed.added(R)
 
     found = run()
     assert [call["out_dtypes"] for call in calls] == [DTYPES]
     referred = run("reference")
-    monkeypatch.setattr(mosaic_norm_route, "fits", lambda *_: False)
+    without(monkeypatch, "norm_route", "norm_product")
     wanted = run()
     assert len(calls) == 1
     assert found[0].shape == (R, 1, D)
@@ -158,21 +153,26 @@ def test_a_mixture_of_more_rows_gets_what_both_alone_give_it(monkeypatch):
     R, D, F = 17, 1024, 128
     h, parts, bias, scale, weight, router_bias = given(R, D, biases=True)
     made = [jax.ShapeDtypeStruct((64, *shape), jnp.bfloat16) for shape in ((2, F, D), (D, F))]
-    experts = normed.Experts(*(ExpertWeights(x, None) for x in made), first=jnp.int32(64))
-    router = normed.Router(weight, None, router_bias, CHOSEN, True)
-    monkeypatch.setattr(normed, "mixture", lambda x, logits, *_, **how: (x, logits, how))
+    experts = Experts(*(ExpertWeights(x, None) for x in made), first=jnp.int32(64))
+    router = api.Router(weight, None, Choice(CHOSEN, True, router_bias))
+    monkeypatch.setattr(api, "_mixed", lambda x, logits, *_: (x, logits))
 
     def run():
-        norm = normed.Norm(scale, 1e-6)
-        rows = h[:, None], parts[:, :, None], bias, norm, router, experts
-        return normed.normed_mixture(*rows, implementation="mosaic_gpu")
+        norm = api.Norm(scale, 1e-6)
+        stream, (rows, logits) = api.normed_mixture(
+            h[:, None],
+            parts[:, :, None],
+            bias,
+            norm,
+            router,
+            experts,
+            implementation="mosaic_gpu",
+        )
+        return stream, rows, logits
 
     found = run()
-    monkeypatch.setattr(normed, "_fused", lambda *_: None)
-    wanted = run()
-    (*rows, how), (*others, wanted_how) = ((added, *rest) for added, rest in (found, wanted))
-    assert how == wanted_how
-    for one, other in zip(rows, others, strict=True):
+    without(monkeypatch, "norm_product")
+    for one, other in zip(found, run(), strict=True):
         assert np.array_equal(one, other)
 
 
@@ -185,8 +185,8 @@ def test_weights_need_not_be_normalised():
 @pytest.mark.exhaustive
 @race_free
 def test_four_warpgroups_have_the_bits_of_the_three_kernels(monkeypatch):
-    kernels = mosaic_norm_route.norm_and_route, mosaic_norm_product.norm_and_product
-    for module in (mosaic_norm_product, mosaic_norm_route, mosaic_norm_send):
+    kernels = mosaic_norm.norm_and_route, mosaic_norm.norm_and_product
+    for module in (mosaic_norm, mosaic_norm_send):
         monkeypatch.setattr(module, "BLOCKS", 4)
     for kernel in kernels:
         kernel.clear_cache()
@@ -213,21 +213,25 @@ def mixed(monkeypatch, *, R=2, router=None, first=None, **changes) -> None:
         return called
 
     D, F = 1024, 128
-    monkeypatch.setattr(mosaic_norm_route, "norm_and_route", spy("planned"))
-    monkeypatch.setattr(mosaic_norm_product, "norm_and_product", spy("product"))
-    monkeypatch.setattr(normed, "add_rms_norm", spy("separate"))
+    monkeypatch.setattr(mosaic_norm, "norm_and_route", spy("planned"))
+    monkeypatch.setattr(mosaic_norm, "norm_and_product", spy("product"))
+    monkeypatch.setattr(api, "add_rms_norm", spy("separate"))
     names = "h", "parts", "bias", "scale", "weight", "router_bias"
     h, parts, bias, scale, weight, router_bias = (
         dict(zip(names, given(R, D, biases=True), strict=True)) | changes
     ).values()
     made = jax.ShapeDtypeStruct
     experts = [made((EXPERTS, *shape), jnp.bfloat16) for shape in ((2, F, D), (D, F))]
-    choice = normed.Router(*(router or (weight, None)), router_bias, CHOSEN, True)
-    run = lambda *experts: normed.normed_mixture(
-        h, parts, bias, normed.Norm(scale, 1e-6), choice,
-        normed.Experts(*map(ExpertWeights, experts, (None,) * 2, (None,) * 2), first=first),
+    router = api.Router(*(router or (weight, None)), Choice(CHOSEN, True, router_bias))
+    run = lambda *experts: api.normed_mixture(
+        h,
+        parts,
+        bias,
+        api.Norm(scale, 1e-6),
+        router,
+        Experts(*map(ExpertWeights, experts), first=first),
         implementation="mosaic_gpu",
-    )  # fmt: skip
+    )
     jax.eval_shape(run, *experts)
 
 
@@ -258,31 +262,10 @@ def test_parts_that_do_not_fit_are_refused(monkeypatch, parts, said):
 
 
 def test_the_router_reads_bfloat16():
-    how = dict(eps=1e-6, top_k=CHOSEN, normalize=True, tokens=8, shared=True, items=16)
+    routing = Routing(CHOSEN, True, 8, True, 16, launch())
     with pytest.raises(ValueError, match="bfloat16 rows"):
-        mosaic_norm_route.norm_and_route(
-            *given(1, 1024), launch=launch(), out_dtypes=DTYPES[::-1], **how
-        )
+        mosaic_norm.norm_and_route(*given(1, 1024), routing, eps=1e-6, out_dtypes=DTYPES[::-1])
     with pytest.raises(ValueError, match="bfloat16 rows"):
-        mosaic_norm_product.norm_and_product(
+        mosaic_norm.norm_and_product(
             *given(1, 1024)[:-1], eps=1e-6, launch=launch(), out_dtypes=DTYPES[::-1]
         )
-
-
-def test_it_says_what_it_takes():
-    fits = lambda R, E, D, device: mosaic_norm_route.fits(R, E, D, jnp.bfloat16, 8, device)
-    assert fits(16, 128, 2048, H200)
-    assert not fits(17, 128, 2048, H200)
-    assert not fits(8, 64, 2048, H200)
-    assert not fits(8, 128, 2880, H200)
-    assert not fits(16, 128, 4096, H200)
-    assert not fits(8, 128, 2048, B200)
-    fits = lambda R, E, D, device: mosaic_norm_product.fits(R, E, D, jnp.bfloat16, device)
-    assert fits(128, 128, 2048, H200)
-    assert not fits(129, 128, 2048, H200)
-    assert not fits(64, 128, 2880, H200)
-    assert not fits(64, 128, 2048, B200)
-    with pytest.raises(ValueError, match="exceed the limits"):
-        assert_same_bits(given(17, 1024))
-    with pytest.raises(ValueError, match="exceed the limits"):
-        mosaic_norm_product.norm_and_product(*given(129, 1024)[:-1], eps=1e-6, launch=launch())

@@ -1,4 +1,4 @@
-"""What the threads of `mosaic_norm_send` and `mosaic_norm_product` send and store on a GPU, without one."""
+"""What the threads of `mosaic_norm_send` and `mosaic_norm` send and store on a GPU, without one."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.moe import mosaic_norm_product, mosaic_norm_send
+from pallas_kernels.moe import mosaic_norm, mosaic_norm_send
 from pallas_kernels.moe.mosaic_norm_send import EXPERTS
 from tests.kernels.cluster_threads import Threads
 
@@ -93,7 +93,7 @@ def test_a_cluster_waits_for_the_rows_it_has(monkeypatch):
 @pytest.mark.parametrize(("R", "tokens"), [(64, 8), (20, 8), (72, 16), (75, 16)])
 def test_each_logit_is_stored_once(monkeypatch, R, tokens):
     """On a GPU; and no row that does not exist."""
-    module = mosaic_norm_product
+    module = mosaic_norm
     sizes = mosaic_norm_send.Sizes(R, 2048, tokens)
     threads = Threads(monkeypatch)
     stored = {}
@@ -109,7 +109,7 @@ def test_each_logit_is_stored_once(monkeypatch, R, tokens):
         scalar=lambda x: x.registers.item(),
         plus=lambda x, y: x + y,
         times=lambda x, y: x * y,
-        both=lambda x, y: x & y,
+        bit_and=lambda x, y: x & y,
         right=lambda x, y: x >> y,
         less=lambda x, y: x < y,
         global_address=lambda ref: "logits",

@@ -13,9 +13,10 @@ from pallas_kernels.activations import are_quantized, as_quantized, quantize
 from pallas_kernels.block_gemm import mosaic_gpu, specs
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.device import H200
-from pallas_kernels.moe.api import ExpertWeights, moe
+from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.quantize import api
 from tests.kernels.compiled import dequantize, referenced
+from tests.kernels.experts import moe
 
 race_free = pytest.mark.usefixtures("race_free")
 both_chips = pytest.mark.usefixtures("wgmma_or_tcgen05")
@@ -98,10 +99,10 @@ def test_rows_are_quantised_on_the_way_to_their_slots(K):
     x = rows_of(5, K)
     values, scale = definition(x)
     slots = jax.random.permutation(jax.random.key(1), 16)[:10].reshape(2, 5).astype(jnp.int32)
-    found = api.spread(x, slots, 16, launch())
+    spread, spread_scale = api.spread(x, slots, 16, True, launch())
     for copy in slots:
-        np.testing.assert_array_equal(np.asarray(found.values)[copy], values)
-        np.testing.assert_array_equal(found.scale.T[copy], scale)
+        np.testing.assert_array_equal(np.asarray(spread)[copy], values)
+        np.testing.assert_array_equal(spread_scale.T[copy], scale)
 
 
 @pytest.mark.parametrize(("mode", "form", "wanted"), [

@@ -40,7 +40,6 @@ class Case:
     width: int
     window: int | None = None
     sinks: bool = False
-    soft_cap: float | None = None
     fp8: bool = False
 
     def inputs(self):
@@ -59,7 +58,7 @@ class Case:
     def defined(self, q, k, v, table, positions, sinks) -> jax.Array:
         """The definition in float32, of `inputs`."""
         exact = [x.astype(jnp.float32) for x in (q, k, v)]
-        options = (self.H**-0.5, self.window, sinks, 1, self.soft_cap)
+        options = (self.H**-0.5, self.window, sinks, 1)
         return reference.attend(*exact, table, positions, *options)
 
 
@@ -75,7 +74,7 @@ def kernel(chip, case: Case, walks: int, split: int | Splits = 64, row_groups: i
 
     def run(q, k, v, table, positions, sinks):
         return chip.verify_attention(
-            q, k, v, table, positions, scale, case.window, sinks, launch, config, case.soft_cap
+            q, k, v, table, positions, scale, case.window, sinks, launch, config
         )
 
     return run
@@ -109,7 +108,6 @@ def exactly(run, *inputs):
         Case((95,), T=3, K=1, G=2, H=256, Z=16, width=8),
         Case((95,), T=1, K=1, G=8, H=512, Z=64, width=2),
         Case((40,), T=70, K=1, G=2, H=64, Z=16, width=8),
-        Case((90,), T=2, K=1, G=8, H=64, Z=16, width=8, soft_cap=2.0),
         Case((70, 5), T=2, K=1, G=8, H=64, Z=16, width=8, fp8=True),
         Case((95,), T=3, K=1, G=2, H=256, Z=16, width=8, fp8=True),
     ],
@@ -121,7 +119,6 @@ def exactly(run, *inputs):
         "head-dim-256",
         "head-dim-512",
         "two-row-tiles",
-        "cap",
         "fp8",
         "fp8-head-dim-256",
     ],
@@ -148,9 +145,8 @@ GROWN = Splits(((0, 64), (128, 128), (256, 256)))
         Case((397,), T=3, K=1, G=8, H=64, Z=16, width=20, window=270, sinks=True),
         Case((200,), T=1, K=1, G=2, H=256, Z=16, width=13, fp8=True),
         Case((180,), T=1, K=1, G=8, H=512, Z=64, width=3),
-        Case((380,), T=2, K=1, G=3, H=128, Z=32, width=13, soft_cap=2.0),
     ],
-    ids=["two-sequences", "ring", "fp8-head-dim-256", "head-dim-512", "cap"],
+    ids=["two-sequences", "ring", "fp8-head-dim-256", "head-dim-512"],
 )
 def test_splits_that_grow_give_a_row_the_same_bits_however_the_work_is_cut(chip, case):
     q, k, v, table, positions, sinks = case.inputs()
@@ -214,9 +210,9 @@ def test_walks_whose_splits_cannot_be_merged_are_refused(chip, H, G, refused):
     [
         Case((70, 5), T=2, K=1, G=8, H=64, Z=16, width=8),
         Case((195,), T=3, K=1, G=8, H=64, Z=16, width=8, window=70, sinks=True),
-        Case((70, 5), T=2, K=1, G=8, H=64, Z=16, width=8, soft_cap=2.0, fp8=True),
+        Case((70, 5), T=2, K=1, G=8, H=64, Z=16, width=8, fp8=True),
     ],
-    ids=["two-sequences", "ring", "fp8-and-cap"],
+    ids=["two-sequences", "ring", "fp8"],
 )
 def test_keys_of_nan_that_a_row_must_not_see_change_no_bit(chip, case):
     """What a failed request left in pages, a rejected draft ahead, the dummy page: `rope_write` marks keys."""

@@ -9,8 +9,7 @@ from pallas_kernels.weight_tiles.warpgroups import launch_options
 _ROOT = Path(pallas_kernels.__file__).parent
 _REDUCE_ALIKE = {
     "rms_norm/mosaic_gpu.py",
-    "moe/mosaic_norm_product.py",
-    "moe/mosaic_norm_route.py",
+    "moe/mosaic_norm.py",
 }
 """Kernels whose warpgroups all reduce the same numbers, so that those of one reduction need no order.
 

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.moe.api import ExpertWeights, mixture
+from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.worklist import make_worklist, own_items
 from peagle_jax.models.quant import quantize_fp8
+from tests.kernels.experts import mixture
 
 E, K, D, F = 8, 2, 128, 192
 
@@ -73,7 +74,7 @@ def test_the_shares_of_all_devices_add_to_the_mixture(form, rows, implementation
     weights = projection(form, (E, 2, inner, D), 0), projection(form, (E, D, inner), 1)
     x = jax.random.normal(jax.random.key(2), (rows, D)).astype(jnp.bfloat16)
     logits = 2 * jax.random.normal(jax.random.key(3), (rows, E))
-    rules = dict(router_bias=None, top_k=K, normalize=True)
+    rules = dict(top_k=K, normalize=True)
     whole = mixture(x, logits, *weights, **rules, implementation="reference").added(rows)
 
     # Jitted: jax queues 32 programs of a CPU device. If those that wait for an interpreted kernel fill the

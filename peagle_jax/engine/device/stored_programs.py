@@ -167,7 +167,7 @@ class StoredPrograms:
         where = {
             "sources": sources(),
             "versions": _versions(),
-            "tracing": repr(dispatch.context()),
+            "tracing": repr(dispatch.trace()),
             "devices": [[device.id, device.platform, device.device_kind] for device in devices],
             "runtime": devices[0].client.platform_version,
             "host": _processor() if platform == "cpu" else "",

@@ -1,10 +1,12 @@
 """Norm and router of some rows in one kernel, for Hopper: a cluster of eight blocks for each 8 or
-16 rows.
+16 rows. Up to 16 rows are one cluster, which can also plan.
 
-It computes what two kernels compute, with the same bits: `add_rms_norm` and the router's product
-(`block_gemm`). Each part is theirs: the norm of a row is `RowNorm`, and a product of 128 columns is
-that of `Format.add_products`. A launch takes longer than a message between blocks, and the router
-alone has work for few blocks, each of which would read much.
+`norm_and_product` computes what two kernels compute, `add_rms_norm` and the router's product
+(`block_gemm`); `norm_and_route` also what `mosaic_plan.route_and_plan` does: block 0 receives the
+logits from all, and `plan_rows` routes. The bits are the same, because each part is theirs: the
+norm of a row is `RowNorm`, and a product of 128 columns is that of `Format.add_products`. A launch
+takes longer than a message between blocks, and the router alone has work for few blocks, each of
+which would read much.
 
     block       before the norm            norm            product, 64 experts each   sum
     b = 0 .. 7  loads its 256 columns of   rows b, b + 8   of its columns, all rows,  16 experts
@@ -13,14 +15,14 @@ alone has work for few blocks, each of which would read much.
 The sum of a logit is that of `block_gemm` with one chunk: steps of 128 columns in ascending order.
 With 2,048 columns a block has two steps and so four products, one for each warpgroup.
 
-`mosaic_norm_send` has the messages between the blocks of a cluster: normed rows and products.
-Clusters need nothing of each other. `mosaic_norm_route` does the same in its only cluster, and
-plans. Several clusters would have to exchange counts of rows through device memory that is zeroed
-before, which takes another launch: their plan is a kernel of its own.
+`mosaic_norm_send` has the messages between the blocks of a cluster: normed rows, products, and
+logits. Clusters need nothing of each other: to plan, several clusters would have to exchange counts
+of rows through device memory that is zeroed before, which takes another launch.
 
 Hazard: the warpgroups of a block reduce in one scratch memory, see `rms_norm/mosaic_gpu.py`. Two
 rows of a block are two such reductions of the same kind: no warpgroup begins the second before all
-have arrived at the barrier of its squares, which each does after the first.
+have arrived at the barrier of its squares, which each does after the first. The plan's reductions
+stay within a warp.
 """
 
 import functools
@@ -33,31 +35,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.activations import rounded
-from pallas_kernels.device import Device
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.moe import mosaic_lanes as lanes
-from pallas_kernels.moe import mosaic_norm_send
+from pallas_kernels.moe import mosaic_norm_send, mosaic_plan, mosaic_route
+from pallas_kernels.moe.mosaic_layout import Plan, Scratch, scratch_types
 from pallas_kernels.moe.mosaic_norm_send import BLOCKS, EXPERTS, TILE, Messages, Sizes
+from pallas_kernels.moe.mosaic_plan import Results, plan_rows, prepare
+from pallas_kernels.moe.paths import Routing
 from pallas_kernels.rms_norm.mosaic_gpu import Added, RowNorm
 from pallas_kernels.weight_tiles.codecs import STEP
 from pallas_kernels.weight_tiles.format import Format, fetch_tile, swizzled
 from pallas_kernels.weight_tiles.mma import Operands
 
-MOST_ROWS = 128
-"""Those of eight clusters of 16 rows. With a block on each multiprocessor, so many clusters always
-run at once."""
 _COLUMNS = 64
 """Columns of a tile of `RowNorm`."""
-
-
-def takes(E: int, D: int, dtype: jnp.dtype, device: Device) -> bool:
-    """Whether the clusters take rows of D columns and E experts. The strips of a row are whole."""
-    return E == EXPERTS and D in (1024, 2048) and dtype == jnp.bfloat16 and device.sm == 90
-
-
-def fits(R: int, E: int, D: int, dtype: jnp.dtype, device: Device) -> bool:
-    """Whether `norm_and_product` takes R rows of D columns, and E experts."""
-    return R <= MOST_ROWS and takes(E, D, dtype, device)
 
 
 def tokens_of(R: int) -> int:
@@ -69,7 +60,7 @@ def tokens_of(R: int) -> int:
 @functools.partial(jax.jit, static_argnames=("eps", "launch", "out_dtypes"))
 def norm_and_product(
     h: jax.Array,  # [R, D] bfloat16
-    parts: jax.Array,  # [S, R, D]
+    parts: jax.Array,  # [parts, R, D]
     bias: jax.Array | None,  # [D], added with the parts
     scale: jax.Array,  # [D]
     weight: jax.Array,  # [E, D] bfloat16, the router's
@@ -86,20 +77,16 @@ def norm_and_product(
       h plus the parts [R, D], its norm [R, D] in each of `out_dtypes`; then the logits float32
       [R, E].
     Raises:
-      ValueError: the arguments exceed the limits of the kernel, or the first of `out_dtypes` is not
-        bfloat16.
+      ValueError: the first of `out_dtypes` is not bfloat16.
     """
     (R, D), E = h.shape, weight.shape[0]
-    if not fits(R, E, D, h.dtype, launch.device):
-        raise ValueError(f"{h.shape=} {h.dtype=} {weight.shape=} exceed the limits of this kernel")
     sizes = Sizes(R, D, tokens_of(R))
     clusters = Clusters(sizes, h, parts, bias, scale, weight, eps, out_dtypes, None, launch)
 
     def body(*refs, **scratch_refs):  # the operands of `clusters`; rows, logits [R, E]; `exchanged`
-        given, made = refs[: len(clusters.operands)], refs[len(clusters.operands) :]
-        rows_gmem, (logits_gmem, *exchanged) = made[: clusters.num_rows], made[clusters.num_rows :]
+        operands_gmem, _, rows_gmem, (logits_gmem, *exchanged) = clusters.divided(refs)
         sender = clusters.messages_of(lax.axis_index("tile"), exchanged, scratch_refs)
-        clusters.multiply(given, rows_gmem, sender, **scratch_refs)
+        clusters.multiply(operands_gmem, rows_gmem, sender, **scratch_refs)
 
         @pl.when(sender.group == 0)
         def _():
@@ -147,7 +134,7 @@ def store_logits(sender: Messages, totals_reg: jax.Array, logits_gmem: Any) -> N
         expert = lanes.plus(
             lanes.times(lanes.scalar(block), experts), lanes.right(thread, BLOCKS.bit_length() - 1)
         )
-        row = lanes.plus(lanes.scalar(first), lanes.times(lanes.both(thread, BLOCKS - 1), count))
+        row = lanes.plus(lanes.scalar(first), lanes.times(lanes.bit_and(thread, BLOCKS - 1), count))
         to = lanes.global_address(logits)
         for i in range(count):
             at = lanes.plus(row, i)
@@ -156,6 +143,78 @@ def store_logits(sender: Messages, totals_reg: jax.Array, logits_gmem: Any) -> N
             lanes.store_global(to, lanes.times(place, 4), words[i], exists)
 
     put(logits_gmem, jnp.int32(sender.first_row), sender.block, totals_reg)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "routing", "out_dtypes"))
+def norm_and_route(
+    h: jax.Array,  # [R, D] bfloat16
+    parts: jax.Array,  # [parts, R, D]
+    bias: jax.Array | None,  # [D], added with the parts
+    scale: jax.Array,  # [D]
+    weight: jax.Array,  # [E, D] bfloat16, the router's
+    router_bias: jax.Array | None,  # [E]
+    routing: Routing,
+    *,
+    eps: float,
+    out_dtypes: tuple[jnp.dtype, ...] = (jnp.dtype(jnp.bfloat16),),
+) -> tuple[jax.Array, ...]:
+    """`add_rms_norm` of h and parts, then the router and `route_and_plan`.
+
+    The router reads the norm in bfloat16, the first of `out_dtypes`.
+
+    Returns:
+      h plus the parts [R, D], its norm [R, D] in each of `out_dtypes`; then weights, slots, experts
+      and num_items of `route_and_plan`.
+    Raises:
+      ValueError: the first of `out_dtypes` is not bfloat16.
+    """
+    (R, D), E = h.shape, weight.shape[0]
+    sizes = Sizes(R, D, 8 if R <= 8 else 16)
+    plan, items, launch = Plan.of(R, E, routing), routing.items, routing.launch
+    clusters = Clusters(
+        sizes, h, parts, bias, scale, weight, eps, out_dtypes, plan.load_shape, launch
+    )
+    num_rows = clusters.num_rows
+    planned = scratch_types(plan, staged=False)
+    for received in ("logits_smem", "loaded_barrier"):
+        planned.pop(received)
+
+    def body(*refs, **scratch_refs):
+        """refs: the operands of `clusters`; the router's bias [E], if any; rows; the plan's
+        results; `exchanged`."""
+        operands_gmem, bias_gmem, rows_gmem, others = clusters.divided(refs, len(biases))
+        results_gmem, exchanged = Results(*others[:4]), others[4:]
+        sender = clusters.messages_of(0, exchanged, scratch_refs)
+        of_plan = {name: scratch_refs.pop(name) for name in planned}
+        scratch = Scratch(**of_plan, logits_smem=sender.logits_smem)
+        clusters.multiply(operands_gmem, rows_gmem, sender, **scratch_refs)
+
+        @pl.when(sender.group == 0)
+        def _():
+            sender.send_logits(clusters.added(sender))
+
+        sender.finish()
+
+        @pl.when((sender.block == 0) & (sender.group == 0))
+        def _():
+            prepare(plan, results_gmem, scratch)
+            sender.receive_logits()
+            logits_smem = sender.logits_smem
+            plan_rows(plan, 0, logits_smem, bias_gmem, None, items, results_gmem, [], scratch)
+
+    biases = mosaic_route.padded_bias(router_bias)
+    outputs = plgpu.kernel(
+        body,
+        out_type=(*clusters.rows, *mosaic_plan.results(plan, items), *clusters.messages.out),
+        scratch_types=clusters.scratch | planned,
+        cluster=(BLOCKS,),
+        cluster_names=("block",),
+        num_threads=clusters.groups,
+        thread_name="group",
+        interpret=launch.interpret,
+        kernel_name="moe_norm_and_route",
+    )(*clusters.operands, *biases)
+    return *(out.reshape(R, D) for out in outputs[:num_rows]), *outputs[num_rows : num_rows + 4]
 
 
 class Clusters:
@@ -211,13 +270,22 @@ class Clusters:
         added = Added(in_tiles(parts).reshape(-1, tiles, _COLUMNS), bias=in_tiles(bias))
         leaves, self._tree = jax.tree.flatten((in_tiles(h), added, in_tiles(scale)))
         self.operands = *leaves, weight
-        made = (h.dtype, *out_dtypes)
-        self.rows = [jax.ShapeDtypeStruct((sizes.R, tiles, _COLUMNS), dtype) for dtype in made]
+        self.rows = [
+            jax.ShapeDtypeStruct((sizes.R, tiles, _COLUMNS), dtype)
+            for dtype in (h.dtype, *out_dtypes)
+        ]
 
     @property
     def num_rows(self) -> int:
         """Results that are rows."""
         return len(self.rows)
+
+    def divided(self, refs: tuple, num_others: int = 0) -> tuple[tuple, tuple, tuple, tuple]:
+        """Refs of a kernel: `operands`, other operands, `rows`, and the rest."""
+        first = len(self.operands)
+        second = first + num_others
+        third = second + self.num_rows
+        return refs[:first], refs[first:second], refs[second:third], refs[third:]
 
     def messages_of(self, tile: Any, exchanged: Any, scratch_refs: dict[str, Any]) -> Messages:
         """The messages of this block of cluster `tile`. Takes their memory out of
@@ -228,8 +296,8 @@ class Clusters:
 
     def multiply(
         self,
-        given: Any,  # refs of `operands`
-        made: Any,  # refs of `rows`
+        operands_gmem: Any,  # as `operands`
+        stored_gmem: Any,  # as `rows`
         sender: Messages,
         *,
         w_smem: Any,  # [products, 64, 128] bfloat16
@@ -238,7 +306,7 @@ class Clusters:
         stored_barrier: Any,
     ) -> None:
         """Stores the rows of this block. The products that it adds have then arrived."""
-        (*leaves, w_gmem), (sum_gmem, *normed_gmem) = given, made
+        (*leaves, w_gmem), (sum_gmem, *normed_gmem) = operands_gmem, stored_gmem
         firsts = [sender.group * self._each + i for i in range(self._each)]
         products = [_Product(number, sender.block, self.sizes.own_steps) for number in firsts]
         for one in products:
@@ -254,8 +322,9 @@ class Clusters:
             x_smem = sender.x_smem.at[one.own_step]
             operands = Operands([w_smem.at[one.number]], x_smem, (), one.step)
             zeros = self.form.zeros(1, self.sizes.tokens, 1)
-            to = [jnp.float32(1)], operands, lambda: None, self.launch.interpret
-            (product,) = self.form.add_products(zeros, *to)
+            (product,) = self.form.add_products(
+                zeros, [jnp.float32(1)], operands, lambda: None, self.launch.interpret
+            )
             sender.send_products(one.step, one.tile, product)
 
         sender.receive_products()
