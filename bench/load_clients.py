@@ -270,15 +270,21 @@ def http_body(request: pb.GenerateRequest) -> bytes:
             "temperature": request.sampling.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "return_token_ids": _has_token_ids(request),
         }
     ).encode()
+
+
+def _has_token_ids(request: pb.GenerateRequest) -> bool:
+    """Greedy texts are compared by their tokens, so their events are parsed."""
+    return request.sampling.temperature == 0 and request.WhichOneof("prompt") == "tokens"
 
 
 class _HttpConnection(asyncio.Protocol):
     """A kept connection with one streamed answer after the other.
 
-    Only the last event is parsed: the client must cost less than the server. Events are expected as
-    peagle-serve writes them, each within one chunk.
+    Only the last event is parsed, and those with token ids: the client must cost less than the
+    server. Events are expected as peagle-serve writes them, each within one chunk.
     """
 
     def __init__(self, address: str):
@@ -290,6 +296,7 @@ class _HttpConnection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         body = http_body(call.request)
         self._outcome = Outcome(sent=time.perf_counter())
+        self._reads_ids = _has_token_ids(call.request)
         self._buffer, self._has_head, self._ended = b"", False, loop.create_future()
         if self._transport is None:
             host, _, port = self._address.rpartition(":")
@@ -330,6 +337,8 @@ class _HttpConnection(asyncio.Protocol):
                 _read_usage(outcome, json.loads(content))
             else:
                 has_tokens = True
+                if self._reads_ids:
+                    outcome.tokens.extend(json.loads(content)["choices"][0]["token_ids"])
         if has_tokens:
             outcome.arrive(now)
         if self._buffer.endswith(b"0\r\n\r\n") and not self._ended.done():

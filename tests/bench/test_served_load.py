@@ -67,7 +67,7 @@ def test_processes_that_serve_ports_and_clients_need_no_jax():
 
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-TOKENS = b'data: {"choices": [{"text": "ab"}]}\n\n'
+TOKENS = b'data: {"choices": [{"text": "ab", "token_ids": [3]}]}\n\n'
 USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 7}}\n\n'
 DONE = b"data: [DONE]\n\n"
 
@@ -81,11 +81,11 @@ ANSWERS = {
     "whole": ([WHOLE, WHOLE], ["OK", "OK"], [7, 7]),
     "in pieces": ([WHOLE[i : i + 9] for i in range(0, len(WHOLE), 9)], ["OK"], [7]),
     "refused": ([b"HTTP/1.1 429 Too Many\r\ncontent-length: 0\r\n\r\n"], ["HTTP 429"], [0]),
-    "cut short": ([HEAD + chunk(TOKENS)], ["LOST"], [0]),
+    "cut short": ([HEAD + chunk(TOKENS)], ["LOST"], [1]),
     "failed": (
         [HEAD + chunk(TOKENS) + chunk(b'data: {"error": {}}\n\n') + chunk(DONE) + b"0\r\n\r\n"],
         ["ERROR"],
-        [0],
+        [1],
     ),
 }
 
@@ -116,7 +116,12 @@ def test_a_client_of_http_reads_streams_of_one_connection(name):
     assert [one.code for one in loaded.outcomes] == codes
     assert [one.num_tokens for one in loaded.outcomes] == counts
     assert all(len(one.arrivals) >= (one.code == "OK") for one in loaded.outcomes)
-    assert json.loads(http_body(request))["prompt"] == [1, 2]
+    # Greedy texts are compared by their tokens.
+    assert all(list(one.tokens) == [3, 3] for one in loaded.outcomes if one.code == "OK")
+    body = json.loads(http_body(request))
+    assert (body["prompt"], body["return_token_ids"]) == ([1, 2], True)
+    request.sampling.temperature = 1.0
+    assert not json.loads(http_body(request))["return_token_ids"]
 
 
 def test_client_processes_end_with_the_load():
