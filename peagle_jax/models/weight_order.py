@@ -21,18 +21,24 @@ _log = logging.getLogger(__name__)
 def order_weights(model: nnx.Module, activations: str) -> None:
     """Brings the fp8 weights of `model` into the order that products read on this device.
 
+    The replaced arrays are deleted: a model that shares them must not be used after this.
+
     Args:
       activations: as in `EngineConfig`.
     """
     reads_tiles = activations == "bf16" and dispatch.device().sm in TILES_CHIPS
-    arrange_weights(model, in_tiles=reads_tiles)
+    arrange_weights(model, in_tiles=reads_tiles, frees=True)
 
 
-def arrange_weights(model: nnx.Module, *, in_tiles: bool) -> None:
+def arrange_weights(model: nnx.Module, *, in_tiles: bool, frees: bool = False) -> None:
     """Replaces the fp8 weights of `model` that have the other order, or their shapes.
 
     Weights of which a device's share is not whole tiles stay in rows. The device holds `model` and,
     for a moment, one weight twice.
+
+    Args:
+      frees: delete each replaced array at once, whoever refers to it. Otherwise it lives as long as
+        its last reference, and a server that collects no garbage yet holds the weights twice.
     """
     started, count = time.perf_counter(), 0
     for module, (values, scale) in quantized_weights(model):
@@ -44,6 +50,8 @@ def arrange_weights(model: nnx.Module, *, in_tiles: bool) -> None:
         else:
             continue
         module.weight = nnx.Param(_converted(convert, values))
+        if frees and isinstance(values, jax.Array):
+            values.delete()
         count += 1
     if count:
         order = "tiles" if in_tiles else "rows"
