@@ -158,13 +158,6 @@ def round_cost(target: TargetConfig, drafter: DrafterConfig | None, load: Load) 
     return cost if drafter is None else cost + drafter_cost(drafter, load)
 
 
-def round_seconds(
-    target: TargetConfig, drafter: DrafterConfig | None, load: Load, chip: Chip
-) -> float:
-    """Floor of one round in seconds."""
-    return round_cost(target, drafter, load).seconds(chip, load.dtype)
-
-
 def fraction(
     row: dict, target: TargetConfig, drafter: DrafterConfig | None
 ) -> dict[str, float | None]:

@@ -11,7 +11,7 @@ from bench.roofline import (
     drafter_cost,
     experts_read,
     fraction,
-    round_seconds,
+    round_cost,
     target_cost,
 )
 from peagle_jax.config import DrafterConfig
@@ -35,20 +35,23 @@ def load(batch: int, num_draft: int) -> Load:
     return Load(batch=batch, context=1024, num_draft=num_draft, accepted=2.0, dtype="bfloat16")
 
 
+def seconds_of(drafter: DrafterConfig | None, one: Load) -> float:
+    """Floor of a round."""
+    return round_cost(TARGET, drafter, one).seconds(CHIP, one.dtype)
+
+
 @pytest.mark.parametrize(
     ("batch", "num_draft", "milliseconds"), [(1, 0, 3.52), (32, 0, 4.49), (1, 7, 3.52)]
 )
 def test_a_target_pass_is_bound_by_its_weights(batch, num_draft, milliseconds):
     """15.0 GB of matrices (all but the embedding) and 134 MB of KV a sequence at 4.3 TB/s."""
-    seconds = round_seconds(TARGET, None, load(batch, num_draft), CHIP)
+    seconds = seconds_of(None, load(batch, num_draft))
     assert 1000 * seconds == pytest.approx(milliseconds, rel=0.01)
 
 
 def test_parallel_drafting_is_one_pass_and_eagle_is_one_a_draft():
-    target = round_seconds(TARGET, None, load(1, 7), CHIP)
-    extra = lambda method, layers: (
-        round_seconds(TARGET, head(method, layers), load(1, 7), CHIP) - target
-    )
+    target = seconds_of(None, load(1, 7))
+    extra = lambda method, layers: seconds_of(head(method, layers), load(1, 7)) - target
     # Weights read: fc 50 M, layer 0 252 M, each further layer 218 M, lm_head 131 M.
     assert extra("peagle", 4) == pytest.approx(
         2 * (50 + 252 + 3 * 218 + 131) * 1e6 / 4.3e12, rel=0.02
