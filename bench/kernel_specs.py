@@ -16,7 +16,8 @@ def ops() -> list[str]:
 
 
 def specs_of(op: str) -> ModuleType:
-    return importlib.import_module(f"pallas_kernels.{op}.specs")
+    """The specs of an operation, or of a package of the same form by its dotted name."""
+    return importlib.import_module(f"{op if '.' in op else f'pallas_kernels.{op}'}.specs")
 
 
 def specs_on(op: str, device: Device) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def _measured(options: Options, environment: dict) -> Iterator[dict]:
         raise ConfigError(
             f"kernels are timed on an NVIDIA GPU, Hopper or Blackwell; here is {rows.device_name()}"
         )
-    every = [op for op in ops() if op != "ladder"]  # steps of a lesson, not of a model
+    every = ops()
     if unknown := sorted(set(options.op or ()) - {*every}):
         raise ConfigError(f"there is no operation {unknown[0]!r}; there are {every}")
     chosen = options.op or every

@@ -37,7 +37,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.kernel_specs import ops, specs_of, specs_on
+from bench import kernel_specs
+from bench.kernel_specs import specs_of, specs_on
 from lab import printed_code
 from pallas_kernels.device import B200, B300, H200, L4, RTX5090, Device
 
@@ -73,6 +74,11 @@ class Kernel:
     instructions: int = 0
     code: str = ""
     error: str = ""
+
+
+def ops() -> list[str]:
+    """Operations of the product, and the steps of the lesson (lab/ladder.md)."""
+    return [*kernel_specs.ops(), "lab.lesson"]
 
 
 def missing() -> str | None:

@@ -18,8 +18,8 @@ import jax
 from bench import kernels, rows
 from bench.command import Command, RowOptions, show
 from lab.ladder_model import predict
+from lab.lesson import specs
 from pallas_kernels.device import describe
-from pallas_kernels.ladder import specs
 from peagle_jax.config import ConfigError
 
 SECONDS = 240.0
@@ -120,7 +120,7 @@ def measure_specs(names: Sequence[str], sender: Connection) -> None:
     """The worker: measures specs of the ladder on this process's GPU."""
     for name in names:
         try:
-            (case,) = kernels.cases("ladder", [name])
+            (case,) = kernels.cases("lab.lesson", [name])
             row = measured(name, kernels.measure(case, jax.devices()[0].device_kind))
         except Exception as error:  # the other steps are still measured
             said = str(error).splitlines() or [""]

@@ -14,8 +14,8 @@ compares the predictions with measurements. They are for an H200.
 from dataclasses import dataclass
 
 from bench.roofline import CHIPS
+from lab.lesson.specs import TOKENS, Spec
 from pallas_kernels.device import H200
-from pallas_kernels.ladder.specs import TOKENS, Spec
 
 LAUNCH = 2.3e-6
 """Seconds of an empty kernel in a CUDA graph (measured, lab/log.md)."""
@@ -66,7 +66,7 @@ def _steps(spec: Spec) -> tuple[int, int, int]:
     Up to step 3 all blocks run at once, several on a multiprocessor, and each has its own steps in
     a row.
     """
-    from pallas_kernels.ladder import mosaic_2_ring, mosaic_3_roles, mosaic_4_persistent
+    from lab.lesson import mosaic_2_ring, mosaic_3_roles, mosaic_4_persistent
 
     N, K = spec.outputs, spec.inputs
     columns = 64 if spec.step < "5" else 128

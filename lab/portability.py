@@ -32,7 +32,7 @@ PARTS = (
     "products",
     "experts",
     "attention",
-    "norms, routing, cache writes",
+    "norms, cache writes",
     "whole round",
     ON_REQUEST,
 )
@@ -95,7 +95,7 @@ KERNELS: dict[str, dict[str, str]] = {
     "products": {"cuda": "sm_90, sm_100, sm_120"},
     "experts": {"cuda": "sm_90, sm_100, sm_120", "tpu": "mosaic_tpu"},
     "attention": {"cuda": "sm_90, sm_100, sm_120"},
-    "norms, routing, cache writes": {"cuda": "sm_90, sm_100, sm_120"},
+    "norms, cache writes": {"cuda": "sm_90, sm_100, sm_120"},
 }
 """Part -> platform -> its kernels; references everywhere else."""
 

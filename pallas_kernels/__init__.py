@@ -2,6 +2,4 @@
 
 `api.py` is the public function and selects an implementation, `reference.py` is the jnp definition,
 `mosaic_*.py` are Pallas kernels, `specs.py` lists workloads for tests and benchmarks.
-
-`ladder` is a lesson on kernels (lab/ladder.md). Only its tests and its benchmark import it.
 """

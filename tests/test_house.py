@@ -207,7 +207,9 @@ def test_the_host_side_of_the_engine_needs_no_jax():
 
 
 def is_kernel(name: str) -> bool:
-    return name.startswith("pallas_kernels/") and Path(name).stem.startswith("mosaic")
+    return name.startswith(("pallas_kernels/", "lab/lesson/")) and Path(name).stem.startswith(
+        "mosaic"
+    )
 
 
 def oversized(name: str) -> list[str]:

@@ -10,8 +10,8 @@ from bench import kernel_timing, kernels
 from lab import ladder
 from lab.__main__ import main
 from lab.ladder_model import predict
+from lab.lesson import specs
 from pallas_kernels.device import H200
-from pallas_kernels.ladder import specs
 
 
 def measured(name: str, **changes) -> dict:

@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lab.lesson.tiles import ROWS, STEP, check, store_transposed, swizzled
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.ladder.tiles import ROWS, STEP, check, store_transposed, swizzled
 
 STAGES = 4
 """Slots of the ring."""

@@ -22,11 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lab.lesson.mosaic_4_persistent import PRODUCER, STAGES, TILE, declare
+from lab.lesson.mosaic_5_fp8 import scaled_product
+from lab.lesson.tiles import ROWS, check, store_transposed
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
-from pallas_kernels.ladder.mosaic_4_persistent import PRODUCER, STAGES, TILE, declare
-from pallas_kernels.ladder.mosaic_5_fp8 import scaled_product
-from pallas_kernels.ladder.tiles import ROWS, check, store_transposed
 from pallas_kernels.moe.worklist import Worklist, make_worklist
 
 

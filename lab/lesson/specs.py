@@ -9,9 +9,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from lab.lesson import reference
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.specs import random_leaf, weight_of
-from pallas_kernels.ladder import reference
 from pallas_kernels.moe.worklist import make_worklist
 
 CHIPS = (90,)
@@ -103,7 +103,7 @@ def _run(step: Step, *args: jax.Array) -> jax.Array:
     if launch is None:
         product = reference.grouped if step == "6_grouped" else reference.product
     else:  # a slow import
-        module = importlib.import_module(f"pallas_kernels.ladder.mosaic_{step}")
+        module = importlib.import_module(f"lab.lesson.mosaic_{step}")
         product = functools.partial(module.product, launch=launch)
     return product(*args, tokens=TOKENS) if step == "6_grouped" else product(*args)
 

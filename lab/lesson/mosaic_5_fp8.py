@@ -23,10 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.block_gemm.api import add_in_order
-from pallas_kernels.dispatch import Launch
-from pallas_kernels.formats import BLOCK
-from pallas_kernels.ladder.mosaic_4_persistent import (
+from lab.lesson.mosaic_4_persistent import (
     PRODUCER,
     STAGES,
     TILE,
@@ -34,7 +31,10 @@ from pallas_kernels.ladder.mosaic_4_persistent import (
     chunks,
     declare,
 )
-from pallas_kernels.ladder.tiles import ROWS, check, store_transposed
+from lab.lesson.tiles import ROWS, check, store_transposed
+from pallas_kernels.block_gemm.api import add_in_order
+from pallas_kernels.dispatch import Launch
+from pallas_kernels.formats import BLOCK
 
 
 def unpack(tile_smem: Any) -> jax.Array:

@@ -1,4 +1,5 @@
-"""The ladder's kernels in Mosaic's interpreter: each step gives the reference's result, without races."""
+"""The ladder's kernels in Mosaic's interpreter: each step gives the reference's result, without
+races."""
 
 import importlib
 from dataclasses import replace
@@ -8,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lab.lesson import reference, specs
 from pallas_kernels import dispatch
 from pallas_kernels.device import H200
-from pallas_kernels.ladder import reference, specs
 from tests.kernels.compiled import dequantize
 
 race_free = pytest.mark.usefixtures("race_free")
@@ -19,7 +20,7 @@ EXPERTS, TOP_K = 5, 2
 
 
 def module(step: str):
-    return importlib.import_module(f"pallas_kernels.ladder.mosaic_{step}")
+    return importlib.import_module(f"lab.lesson.mosaic_{step}")
 
 
 def launch(num_sms: int = H200.num_sms) -> dispatch.Launch:
@@ -28,14 +29,16 @@ def launch(num_sms: int = H200.num_sms) -> dispatch.Launch:
 
 
 def whole(seed: int, *shape: int, size: float = 3) -> jax.Array:
-    """Whole numbers: the interpreter's product of one step is exact, whatever the number of rows."""
+    """Whole numbers: the interpreter's product of one step is exact, whatever the number of
+    rows."""
     return jnp.asarray(np.round(size * np.asarray(jax.random.normal(jax.random.key(seed), shape))))
 
 
 def operands(step: str, R: int, columns: int = K) -> tuple[jax.Array, ...]:
     """x [R, columns], the weight [N, K] and its scale, if any.
 
-    Blocks 0 and 2 of K are large and cancel each other: what a float32 sum lost to them shows in the result.
+    Blocks 0 and 2 of K are large and cancel each other: what a float32 sum lost to them shows in
+    the result.
     """
     x = whole(0, R, columns).astype(jnp.bfloat16)
     x = x.at[:, 256:384].set(x[:, :128])
@@ -76,7 +79,8 @@ def test_a_step_multiplies(step):
 @pytest.mark.parametrize("num_sms", [1, 3])
 @pytest.mark.parametrize("step", ["4_persistent", "5_fp8"])
 def test_blocks_walk_over_several_units(step, num_sms):
-    """One block goes through all units and its ring through several tiles; three have unequal shares."""
+    """One block goes through all units and its ring through several tiles; three have unequal
+    shares."""
     args = operands(step, 8)
     assert_rounded(module(step).product(*args, launch=launch(num_sms)), *args)
 

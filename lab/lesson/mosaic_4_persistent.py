@@ -21,9 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lab.lesson.tiles import GROUPS, ROWS, STEP, check, store_transposed, swizzled
 from pallas_kernels.block_gemm.api import add_in_order
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.ladder.tiles import GROUPS, ROWS, STEP, check, store_transposed, swizzled
 
 STAGES = 6
 """A block has a multiprocessor to itself: 96 KB of the weight are under way, and x with up to 64
