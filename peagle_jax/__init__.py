@@ -1,7 +1,8 @@
 """P-EAGLE in JAX: lossless parallel speculative decoding. Start at `load`, then read `step`.
 
-Names are imported lazily, so that `peagle-generate --help` and its argument errors do not import jax.
-`peagle_jax.method.verify` is the module; the acceptance rule is `peagle_jax.method.verify.verify`.
+Names are imported lazily, so that `peagle-generate --help` and its argument errors do not import
+jax. `peagle_jax.method.verify` is the module; the acceptance rule is
+`peagle_jax.method.verify.verify`.
 """
 
 from importlib import import_module

@@ -122,7 +122,8 @@ def _texts(prompts: list[Prompt], tokenizer, args) -> list[str | list[int]]:
 
 
 def _after_reasoning(engine, text: list[int], params: SamplingParams) -> SamplingParams:
-    """Parameters of a chat: its constraint holds for the answer, not for the reasoning before it."""
+    """Parameters of a chat: its constraint holds for the answer, not for the reasoning before
+    it."""
     if params.structured is None:
         return params
     return replace(params, structured=engine.grammars.located(params.structured, text))
@@ -139,7 +140,8 @@ def _check_constraints(engine, params: list[SamplingParams]) -> None:
 
 @contextlib.contextmanager
 def _loading(args):
-    """Turns unexpected exceptions while loading model folders into a ConfigError with their names."""
+    """Turns unexpected exceptions while loading model folders into a ConfigError with their
+    names."""
     try:
         yield
     except ConfigError:

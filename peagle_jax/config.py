@@ -1,4 +1,5 @@
-"""Frozen configurations of models, which `peagle_jax.checkpoint` makes from `config.json` files, and of engines."""
+"""Frozen configurations of models, which `peagle_jax.checkpoint` makes from `config.json` files,
+and of engines."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -64,7 +65,8 @@ class GlobalAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Mixture of experts: `top_k` of `num_experts` per token; `normalize` rescales their weights to sum 1.
+    """Mixture of experts: `top_k` of `num_experts` per token; `normalize` rescales their weights to
+    sum 1.
 
     `dense_layers` have a dense MLP of width `dense_size` instead of experts (Qwen3-MoE).
     """
@@ -88,7 +90,8 @@ class TargetConfig:
       intermediate_size: width of the MLP, or of one expert.
       sliding_windows: window per layer, None entries have full attention; None: no sliding windows.
       global_attention: settings of the full-attention layers where they differ (Gemma 4).
-      experts: mixture of experts instead of a dense MLP; swiglu_limit: GPT-OSS's clamp in the experts.
+      experts: mixture of experts instead of a dense MLP; swiglu_limit: GPT-OSS's clamp in the
+        experts.
       attention_bias: biases of q, k, v and the output projection; in Qwen2 of q, k and v only.
       mlp_bias: biases of gate, up and down (Llama).
       logit_softcap: c in `c tanh(logits / c)`.
@@ -164,7 +167,8 @@ class TargetConfig:
 
     @property
     def embedding_scale(self) -> float:
-        """Factor on embedding rows; the compute dtype rounds it first (73.32 is 73.5 in bfloat16)."""
+        """Factor on embedding rows; the compute dtype rounds it first (73.32 is 73.5 in
+        bfloat16)."""
         return self.hidden_size**0.5 if self.family == "gemma4" else 1.0
 
     @property
@@ -175,10 +179,12 @@ class TargetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """A draft head with EAGLE-3's architecture. P-EAGLE heads also have a mask token and `mask_hidden`.
+    """A draft head with EAGLE-3's architecture. P-EAGLE heads also have a mask token and
+    `mask_hidden`.
 
-    `method`: `peagle` drafts in parallel (one pass), `eagle3` autoregressively (one pass per draft).
-    `taps` None means the target's default taps. `target_hidden_size` is the width of one tap.
+    `method`: `peagle` drafts in parallel (one pass), `eagle3` autoregressively (one pass per
+    draft). `taps` None means the target's default taps. `target_hidden_size` is the width of one
+    tap.
     """
 
     method: Literal["eagle3", "peagle"]
@@ -209,7 +215,8 @@ class DrafterConfig:
     sliding_windows: tuple[int | None, ...] | None = None
     logit_scale: float = 1.0
     trained_num_draft: int | None = None
-    """Number of draft positions the head was trained for (K_train); None if the checkpoint omits it."""
+    """Number of draft positions the head was trained for (K_train); None if the checkpoint omits
+    it."""
     selector_rank: int = 0
     """Inner width of the selector, see `selector`; 0: the head has none."""
 
@@ -250,7 +257,8 @@ class DrafterConfig:
 class OwnDrafterConfig:
     """In place of a `DrafterConfig` for a drafter of the user's own: what the engine must give it.
 
-    `taps`: ids of the target's streams, () for none. `layers`: shapes of the cache, a list of `LayerCache`.
+    `taps`: ids of the target's streams, () for none. `layers`: shapes of the cache, a list of
+    `LayerCache`.
     """
 
     taps: tuple[int, ...] = ()
@@ -287,8 +295,8 @@ class EngineOptions:
     )
     gather: Literal["auto", "library", "peers"] = option(
         "auto",
-        "how they exchange small arrays: by kernels that store into the memory of their peers, or by the library's "
-        "collectives; auto: peers on Hopper GPUs linked by NVLink",
+        "how they exchange small arrays: by kernels that store into the memory of their peers, or "
+        "by the library's collectives; auto: peers on Hopper GPUs linked by NVLink",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
         "auto", "dtype of keys and values: that of the weights, or e4m3 with scale 1"
@@ -316,21 +324,29 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(EngineOptions):
-    """Engine sizes. The programs are compiled for them, so they are fixed for the engine's lifetime.
+    """Engine sizes. The programs are compiled for them, so they are fixed for the engine's
+    lifetime.
 
     Args:
       num_draft: J, most draft tokens per round (the papers' K); 0 is plain decoding.
       adaptive: "load" chooses the drafts of each round at run time, see `engine.host.k_by_load`.
-      batch_sizes: compiled batch sizes, ascending, the last one `max_num_seqs`; empty: powers of two.
+      batch_sizes: compiled batch sizes, ascending, the last one `max_num_seqs`; empty: powers of
+        two.
       page_size: tokens per KV page.
       num_pages: KV pages including the dummy page 0; None: see `memory.fit_pages`.
       prefill_chunk, prefill_rows: prompt tokens per row and call; prompts per prefill call.
-      small_prefills: compile smaller prefill programs too, for calls with few tokens (`engine.host.prefill_shapes`).
-      long_prefills: and one for a long prompt alone; None: with small_prefills, where no layer has a window.
-      max_waiting: places of the queue, beside free slots; without a place `add_request` raises `QueueFull`.
-      check_replicas: compare what all devices hold alike after every call; an engine whose devices differ fails.
-      greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: see `greedy_shapes`.
-      rounds_per_call: rounds that one call of such a batch runs; None: see `round_shapes.rounds_per_call`.
+      small_prefills: compile smaller prefill programs too, for calls with few tokens
+        (`engine.host.prefill_shapes`).
+      long_prefills: and one for a long prompt alone; None: with small_prefills, where no layer has
+        a window.
+      max_waiting: places of the queue, beside free slots; without a place `add_request` raises
+        `QueueFull`.
+      check_replicas: compare what all devices hold alike after every call; an engine whose devices
+        differ fails.
+      greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: see
+        `greedy_shapes`.
+      rounds_per_call: rounds that one call of such a batch runs; None: see
+        `round_shapes.rounds_per_call`.
       dtype: of weights and activations.
     """
 
@@ -366,9 +382,10 @@ class EngineConfig(EngineOptions):
         check_options(self)
         if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:
             raise ConfigError(
-                f"num_pages={self.num_pages} cannot hold one request of max_model_len={self.max_model_len} "
-                f"tokens, which needs {self.pages_per_seq} pages of {self.page_size} tokens and the dummy "
-                f"page; raise num_pages to {self.pages_per_seq + 1} or lower max_model_len"
+                f"num_pages={self.num_pages} cannot hold one request of "
+                f"max_model_len={self.max_model_len} tokens, which needs {self.pages_per_seq} "
+                f"pages of {self.page_size} tokens and the dummy page; raise num_pages to "
+                f"{self.pages_per_seq + 1} or lower max_model_len"
             )
 
     @property
@@ -378,18 +395,21 @@ class EngineConfig(EngineOptions):
 
     @property
     def lookahead(self) -> int:
-        """Number of positions past the committed length that a round may write: the drafter's 2J rows."""
+        """Number of positions past the committed length that a round may write: the drafter's 2J
+        rows."""
         return max(1, 2 * self.num_draft)
 
     @property
     def pages_per_seq(self) -> int:
-        """W, the width of the page table: pages of `max_model_len` tokens. Writes beyond are dropped."""
+        """W, the width of the page table: pages of `max_model_len` tokens. Writes beyond are
+        dropped."""
         return -(-self.max_model_len // self.page_size)
 
     def ring_pages(self, window: int) -> int:
         """Pages per slot in the ring buffer of a sliding-window layer, independent of the length.
 
-        Window plus the rows of one call: no write overwrites a key that a row of the call still reads.
+        Window plus the rows of one call: no write overwrites a key that a row of the call still
+        reads.
         """
         keys = min(window, self.max_model_len) + self.prefill_chunk + self.lookahead
         return -(-keys // self.page_size)
@@ -406,7 +426,8 @@ class EngineConfig(EngineOptions):
 
     @property
     def batch_buckets(self) -> tuple[int, ...]:
-        """Compiled batch sizes: `batch_sizes`, or powers of two up to `max_num_seqs` and that number."""
+        """Compiled batch sizes: `batch_sizes`, or powers of two up to `max_num_seqs` and that
+        number."""
         if self.batch_sizes:
             return self.batch_sizes
         powers = (2**n for n in range((self.max_num_seqs - 1).bit_length()))

@@ -1,4 +1,5 @@
-"""Places models and state on N devices, and turns a step for one device into a program for all of them."""
+"""Places models and state on N devices, and turns a step for one device into a program for all of
+them."""
 
 import functools
 import logging
@@ -52,12 +53,13 @@ class Devices:
     Args:
       count: N; 1 leaves everything as it is on the default device.
       check_replicas: whether the programs report checksums of what all devices hold alike.
-      peers: whether kernels that store into the memory of other devices gather small arrays; else collectives do. None:
-        where nothing speaks against it (`mailboxes.refusal_by_default`).
+      peers: whether kernels that store into the memory of other devices gather small arrays; else
+        collectives do. None: where nothing speaks against it (`mailboxes.refusal_by_default`).
       mesh: devices to use instead, along `AXIS`: those of a topology, to compile for absent ones.
 
     Raises:
-      ConfigError: there are too few devices, or they cannot access each other's memory and `peers` is set.
+      ConfigError: there are too few devices, or they cannot access each other's memory and `peers`
+        is set.
     """
 
     def __init__(
@@ -93,11 +95,13 @@ class Devices:
         return cls(config.tensor_parallel, check_replicas=config.check_replicas, peers=peers)
 
     def sharding(self, spec: PartitionSpec = _WHOLE) -> NamedSharding:
-        """The sharding of arrays that are cut as `spec` says; without one: a copy on every device."""
+        """The sharding of arrays that are cut as `spec` says; without one: a copy on every
+        device."""
         return NamedSharding(self.mesh, spec)
 
     def copied(self, tree):
-        """The tree with a copy of every array on each device; arrays that lie on all of them stay."""
+        """The tree with a copy of every array on each device; arrays that lie on all of them
+        stay."""
         return tree if self.mesh is None else jax.tree.map(self._copied, tree)
 
     def _copied(self, leaf):
@@ -183,7 +187,8 @@ class Devices:
         return replace(state, links=self.links())
 
     def links(self) -> jax.Array:
-        """int32 [n, LINKS], the tables of devices that have sent no message; to be called once, with `peers`."""
+        """int32 [n, LINKS], the tables of devices that have sent no message; to be called once,
+        with `peers`."""
         at, shape = self.sharding(PartitionSpec(AXIS)), table_shape(self.count).shape
         return jax.make_array_from_single_device_arrays(shape, at, self._mailboxes.tables())
 
@@ -205,10 +210,10 @@ class Devices:
         """`f` on all devices: on one device `f` itself.
 
         Args:
-          f: function of (weights, state, plan, mask, previous, *more, **static) that returns the next state and
-            an output, for the arrays of one device. `weights` are what `take_weights` returned, or one device's
-            shares of it: see `leaves`. `state` may lack parts of a `State`. With `check_replicas` the output is
-            packed, int32 [n].
+          f: function of (weights, state, plan, mask, previous, *more, **static) that returns the
+            next state and an output, for the arrays of one device. `weights` are what
+            `take_weights` returned, or one device's shares of it: see `leaves`. `state` may lack
+            parts of a `State`. With `check_replicas` the output is packed, int32 [n].
         """
         if self.mesh is None:
             return f
@@ -251,8 +256,8 @@ class Devices:
         return replace(output, replicas=jax.ShapeDtypeStruct((self.count,), jnp.uint32))
 
     def take_weights(self, weights: list) -> list:
-        """The operands of programs for these weights: on several devices many weights are stacked, and arrays that
-        are not placed yet are copied to all devices."""
+        """The operands of programs for these weights: on several devices many weights are stacked,
+        and arrays that are not placed yet are copied to all devices."""
         weights = self.copied(weights)
         if self.mesh is not None:
             self._stacks = Stacks(weights)
@@ -273,8 +278,8 @@ ONE_DEVICE = Devices()
 
 
 class _Leaves:
-    """Leaves of a tree without its empty arrays, [S, 0] drafts of K = 0: XLA crashes on the CPU if such an
-    array is an operand of a program for several devices."""
+    """Leaves of a tree without its empty arrays, [S, 0] drafts of K = 0: XLA crashes on the CPU if
+    such an array is an operand of a program for several devices."""
 
     def __init__(self, tree):
         self._leaves, self._structure = jax.tree.flatten(tree)
@@ -297,10 +302,10 @@ class _Leaves:
 def met(links: jax.Array) -> jax.Array:
     """A device's table, after all devices have begun the program.
 
-    Hazard: XLA lets the threads of the devices wait for each other, after they have loaded kernels and made CUDA graphs,
-    only if the program has a collective. Without one a kernel of one device might wait for a message while the thread
-    of another is in a call of the driver that waits for that kernel. Therefore a number that is equal on all devices
-    is gathered.
+    Hazard: XLA lets the threads of the devices wait for each other, after they have loaded kernels
+    and made CUDA graphs, only if the program has a collective. Without one a kernel of one device
+    might wait for a message while the thread of another is in a call of the driver that waits for
+    that kernel. Therefore a number that is equal on all devices is gathered.
     """
     return links.at[COUNTERS].set(lax.all_gather(links[COUNTERS], AXIS).max())
 
@@ -325,7 +330,8 @@ def _copies(state: State) -> State:
 
 
 def state_specs(state: State) -> State:
-    """Partition specs of `step.State`: caches by heads, draft probabilities by vocabulary, the rest whole."""
+    """Partition specs of `step.State`: caches by heads, draft probabilities by vocabulary, the rest
+    whole."""
     specs = jax.tree.map(lambda _: _WHOLE, state)
 
     def cache(layer):

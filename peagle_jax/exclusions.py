@@ -17,15 +17,16 @@ _RULES: tuple[Rule, ...] = (
     ),
     (
         lambda config: config.verify_method == "block" and config.draft_sampling == "argmax",
-        "verify_method block needs sampled drafts: set draft_sampling to sample. Argmax drafts are accepted "
-        "alike by both methods",
+        "verify_method block needs sampled drafts: set draft_sampling to sample. Argmax drafts are "
+        "accepted alike by both methods",
     ),
     (
         lambda config: (
             config.repeat > 1
             and (config.draft_sampling == "sample" or config.greedy_rounds is False)
         ),
-        "rounds_per_call above 1 is for greedy rounds: it excludes draft_sampling sample and greedy_rounds False",
+        "rounds_per_call above 1 is for greedy rounds: it excludes draft_sampling sample and "
+        "greedy_rounds False",
     ),
     (
         lambda config: config.long_prefills and not config.small_prefills,

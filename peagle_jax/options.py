@@ -1,8 +1,10 @@
 """Options that are declared once. A field of a dataclass states type, default, bounds and help:
 
-    min_p: float = option(0.0, "drop tokens less likely than this share of the likeliest", within(0, 1))
+    min_p: float = option(0.0, "drop tokens less likely than this share of the likeliest", within(0,
+      1))
 
-Command lines, prompt files, HTTP bodies and gRPC messages derive theirs from the fields. No jax here.
+Command lines, prompt files, HTTP bodies and gRPC messages derive theirs from the fields. No jax
+here.
 """
 
 import dataclasses

@@ -22,7 +22,8 @@ OPTIONS: dict[str, str] = {
             *("num_hosts", "host_index", "coordinator", "hosts_token_file", "hosts_tls_cert"),
             *("hosts_tls_key", "hosts_tls_ca", "hosts_seconds", "hosts_start_seconds"),
         ),
-        "a model on several hosts had run on CPUs only; run a server on each host, behind a gateway",
+        "a model on several hosts had run on CPUs only; run a server on each host, behind a "
+        "gateway",
     ),
     "num_speculative_tokens_per_batch_size": "adaptive load finds the drafts of each batch size "
     "by itself",

@@ -39,10 +39,10 @@ class LinearScaling:
 class DynamicScaling:
     """Dynamic NTK scaling, as transformers defines it.
 
-    For a text of n > `max_position` tokens the base is theta * (factor * n / max_position - factor + 1)
-    ** (head_dim / (head_dim - 2)); for shorter texts it is theta. Beyond `max_position` every new token
-    changes the rotation of all earlier keys, so cached keys would be wrong. The engine limits texts to
-    `max_position`, where this scaling has no effect.
+    For a text of n > `max_position` tokens the base is theta * (factor * n / max_position - factor
+    + 1) ** (head_dim / (head_dim - 2)); for shorter texts it is theta. Beyond `max_position` every
+    new token changes the rotation of all earlier keys, so cached keys would be wrong. The engine
+    limits texts to `max_position`, where this scaling has no effect.
     """
 
     factor: float
@@ -58,8 +58,8 @@ class RopeConfig:
     Args:
       theta: base of the geometric frequency series.
       scaling: change of the frequencies for long contexts.
-      rotary_share: share of the frequencies, from the first, that rotate; the others are 0 (Gemma 4's
-        "proportional" rope; frequency i remains theta^(-2i/head_dim)).
+      rotary_share: share of the frequencies, from the first, that rotate; the others are 0 (Gemma
+        4's "proportional" rope; frequency i remains theta^(-2i/head_dim)).
     """
 
     theta: float

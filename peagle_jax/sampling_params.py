@@ -9,20 +9,23 @@ from peagle_jax.options import Rule, at_least, check_all, option, within
 from peagle_jax.structured import Structured
 
 MAX_BIAS = 1024
-"""Most tokens with a bias of their own: `logit_bias`, or `allowed_token_ids`, each with the bad words."""
+"""Most tokens with a bias of their own: `logit_bias`, or `allowed_token_ids`, each with the bad
+words."""
 MAX_END_IDS = 288
 """Most tokens that end the text of a request with `min_tokens`."""
 
 _MAX_BAD_WORDS = 128
 _NOT_NEGATIVE = Rule("None or not negative", lambda value: value >= 0)
-# The least is 0.01 in float32, as clients of gRPC send it: less could divide a logit beyond float32.
+# The least is 0.01 in float32, as clients of gRPC send it: less could divide a logit beyond
+# float32.
 _PENALTY = Rule("between 0.01 and 100", lambda value: 0.009999999776482582 <= value <= 100)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request. `structured` is what the text must match; `logprobs` stay those of the
-    unconstrained model. docs/serving.md ("Sampling controls") has the definitions and their order."""
+    """Sampling parameters of one request. `structured` is what the text must match; `logprobs` stay
+    those of the unconstrained model. docs/serving.md ("Sampling controls") has the definitions and
+    their order."""
 
     max_tokens: int = option(256, "most tokens to generate", at_least(1), metavar="N")
     temperature: float = option(
@@ -48,8 +51,8 @@ class SamplingParams:
     )
     seed: int | None = option(
         None,
-        "seed of the sampling: equal ones give equal texts if each round has the same number of drafts; else the "
-        "request's number",
+        "seed of the sampling: equal ones give equal texts if each round has the same number of "
+        "drafts; else the request's number",
         Rule("between 0 and 2**63 - 1", lambda value: 0 <= value < 2**63),
         metavar="N",
     )
@@ -62,8 +65,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = option(
         False, "the text includes the stop string that ended it"
     )
-    # Otherwise the text and stop strings have their spelling; the end-of-sequence id that ended the text is left
-    # out in either case, unless stop strings are included.
+    # Otherwise the text and stop strings have their spelling; the end-of-sequence id that ended the
+    # text is left out in either case, unless stop strings are included.
     skip_special_tokens: bool = option(True, "the text leaves special tokens out")
     stop_ids: tuple[int, ...] = option(
         (), "end the text at the token of this id too; repeatable", flag="stop-id", metavar="ID"
@@ -112,7 +115,8 @@ class SamplingParams:
     )
     min_tokens: int = option(
         0,
-        "nothing ends the text before N tokens: end and stop ids are not generated, stop strings not looked for",
+        "nothing ends the text before N tokens: end and stop ids are not generated, stop strings "
+        "not looked for",
         Rule("not negative", lambda value: value >= 0),
         metavar="N",
     )
@@ -159,7 +163,8 @@ class SamplingParams:
         return bool(lists or self.min_tokens) or penalties != (1.0, 0.0, 0.0)
 
     def biases(self, banned: Collection[int] = ()) -> dict[int, float]:
-        """Bias of the tokens that have one, or of all allowed tokens; -inf for the ids of bad words."""
+        """Bias of the tokens that have one, or of all allowed tokens; -inf for the ids of bad
+        words."""
         biased = dict(self.logit_bias)
         if self.allowed_token_ids is not None:
             biased = {token: biased.get(token, 0.0) for token in self.allowed_token_ids}

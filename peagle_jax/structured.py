@@ -1,4 +1,5 @@
-"""Structured output of a request: what its text must match. `engine.structured.grammar` enforces it."""
+"""Structured output of a request: what its text must match. `engine.structured.grammar` enforces
+it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,15 @@ class Structured:
 
     Args:
       kind: how `text` is read.
-      text: a JSON schema, a regular expression, a JSON list of strings, or a grammar; empty for json_object.
-      reasoning: what may come before the constrained text. "none": nothing. "optional": at most one block of
-        reasoning in the model's markers. "open": the rest of a block that the prompt has opened, and its end.
-        "harmony": messages to the channel analysis, then one to the channel final, which is constrained
-        (GPT-OSS). None: nothing, and in chats what `Grammars.reasoning_after` says of the prompt.
-      around: a grammar in llguidance's Lark in which `@text` stands for the constrained text; empty: none.
+      text: a JSON schema, a regular expression, a JSON list of strings, or a grammar; empty for
+        json_object.
+      reasoning: what may come before the constrained text. "none": nothing. "optional": at most one
+        block of reasoning in the model's markers. "open": the rest of a block that the prompt has
+        opened, and its end. "harmony": messages to the channel analysis, then one to the channel
+        final, which is constrained (GPT-OSS). None: nothing, and in chats what
+        `Grammars.reasoning_after` says of the prompt.
+      around: a grammar in llguidance's Lark in which `@text` stands for the constrained text;
+        empty: none.
     """
 
     kind: Kind
@@ -46,8 +50,8 @@ class Structured:
         """JSON that satisfies a JSON schema, given as an object or as JSON text.
 
         Args:
-          whitespace: a regular expression of what may stand between two tokens of JSON; "" for nothing. None: what
-            `x-guidance` in the schema says, by default at most one space.
+          whitespace: a regular expression of what may stand between two tokens of JSON; "" for
+            nothing. None: what `x-guidance` in the schema says, by default at most one space.
 
         Raises:
           ConfigError: `schema` is not JSON, not a schema, or a text that is too long.
@@ -86,7 +90,8 @@ class Structured:
 
     @classmethod
     def grammar(cls, text: str) -> Self:
-        """Text of a context-free grammar in llguidance's dialect of Lark, or in GBNF (`root ::= ...`)."""
+        """Text of a context-free grammar in llguidance's dialect of Lark, or in GBNF (`root ::=
+        ...`)."""
         return cls("grammar", text)
 
 

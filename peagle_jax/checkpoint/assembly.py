@@ -1,7 +1,7 @@
 """One parameter's way from the tensors of a file into host memory: which bytes go where.
 
-Most parameters are their tensors' bytes one after the other, and are read in place: no copy on the host. Others are
-transformed or cast a block at a time. Each device's share gets its own bytes only.
+Most parameters are their tensors' bytes one after the other, and are read in place: no copy on the
+host. Others are transformed or cast a block at a time. Each device's share gets its own bytes only.
 """
 
 import threading
@@ -41,7 +41,8 @@ def stored_dtype(dtype: np.dtype, leaf: str, wanted: str) -> np.dtype:
 
 
 def cast_into(out: np.ndarray, values: np.ndarray) -> None:
-    """`out[...] = values`. A bfloat16 is the upper half of a float32, which numpy shifts without the interpreter's lock."""
+    """`out[...] = values`. A bfloat16 is the upper half of a float32, which numpy shifts without
+    the interpreter's lock."""
     if (values.dtype, out.dtype) == (_BF16, np.float32):
         bits = values.view(np.uint16)
         np.left_shift(bits, 16, out=out.view(np.uint32), dtype=np.uint32)
@@ -76,7 +77,8 @@ class Sharing:
         return (0,) if self.cut is None else self.ranks
 
     def ranges(self, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """(first, last, place in the share) of the entries of an axis [size] that a device holds."""
+        """(first, last, place in the share) of the entries of an axis [size] that a device
+        holds."""
         if self.cut is None:
             yield 0, size, 0
             return
@@ -198,7 +200,8 @@ class FileAssembly:
             start += count
 
     def _vector_spans(self, path, info: TensorInfo, begin: int, out: np.ndarray):
-        """Spans that read the numbers of a tensor from byte `begin` on into `out` [n], and cast them."""
+        """Spans that read the numbers of a tensor from byte `begin` on into `out` [n], and cast
+        them."""
         if info.dtype == self.dtype:
             yield from reads.in_place(path, info.name, begin, out.view(np.uint8), self._filled)
             return
@@ -226,7 +229,8 @@ class FileAssembly:
                 yield reads.Span(path, info.name, begin, size, None, place, self._filled)
 
     def _place_rows(self, data: np.ndarray, start: int, stop: int) -> None:
-        """Puts rows `start` to `stop` of the tensor, bytes uint8 [n], where the shares have them."""
+        """Puts rows `start` to `stop` of the tensor, bytes uint8 [n], where the shares have
+        them."""
         (info,), cut = self._infos, self.sharing.cut
         stored = data.view(info.dtype).reshape(stop - start, *info.shape[1:])
         value = self.rule.transform.join([stored])
@@ -267,7 +271,8 @@ class FileAssembly:
         self._raw = None
 
     def _check_scales(self, parts: Sequence[np.ndarray]) -> None:
-        """All at once, because a call for each of thousands takes longer than reading them; then by name."""
+        """All at once, because a call for each of thousands takes longer than reading them; then by
+        name."""
         try:
             check_scale(self.rule.names[0], self._raw.view(self._infos[0].dtype))
         except CheckpointError:

@@ -61,7 +61,8 @@ def checked_head(
     Args:
       taps: tap ids that override those of config.json.
     Raises:
-      CheckpointError: the head is broken, does not fit `target`, or its tensors contradict its config.
+      CheckpointError: the head is broken, does not fit `target`, or its tensors contradict its
+        config.
     """
     with naming(folder):
         rename = head_names(checkpoint.tensors)
@@ -92,8 +93,8 @@ def _check_flags(checkpoint: Checkpoint | Converted) -> None:
 def _check_d2t(checkpoint: Checkpoint | Converted, config: DrafterConfig) -> None:
     """Checks that `d2t` [Vd] holds offsets: target id = draft id + d2t[draft id].
 
-    Some trainers write absolute ids, which may look like valid offsets. `t2d`, the mask [V] of target
-    ids with a draft id, distinguishes the two.
+    Some trainers write absolute ids, which may look like valid offsets. `t2d`, the mask [V] of
+    target ids with a draft id, distinguishes the two.
 
     Raises:
       CheckpointError: d2t is missing, or does not hold the offsets of a vocabulary.

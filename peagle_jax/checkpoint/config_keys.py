@@ -1,8 +1,9 @@
-"""Keys of a target's `config.json`: one table per `model_type` with default, kind and accepted values.
+"""Keys of a target's `config.json`: one table per `model_type` with default, kind and accepted
+values.
 
 A missing key has the default of transformers' configuration class of the same `model_type`
-(`tests/checkpoint/test_config_keys.py` compares the tables with these classes). null means the same,
-except for keys that are `nullable`. A stated value outside of `accepted` is refused by name.
+(`tests/checkpoint/test_config_keys.py` compares the tables with these classes). null means the
+same, except for keys that are `nullable`. A stated value outside of `accepted` is refused by name.
 
 Keys without a row change nothing: `stray_keys` lists those that no table knows. A new family adds a
 table to `KEYS`; a key of another family that would change the result has a row in `UNSUPPORTED`.
@@ -93,7 +94,8 @@ def flag(default: bool, *accepted: bool, hint: str = "") -> Key:
 
 
 def only(*accepted, default=None, hint: str = "") -> Key:
-    """A key of which only some values are supported; the first is the default unless one is given."""
+    """A key of which only some values are supported; the first is the default unless one is
+    given."""
     default = accepted[0] if default is None else default
     return Key(kind="value", default=default, accepted=accepted, hint=hint)
 

@@ -1,12 +1,13 @@
-"""Reader of a folder written by `peagle-convert`: the interface of `Checkpoint`, with fused parameters.
+"""Reader of a folder written by `peagle-convert`: the interface of `Checkpoint`, with fused
+parameters.
 
-    DST/config.json, tokenizer files, ...    copied
-    DST/manifest.json                        source, versions, tensors and parameters with checksums
-    DST/source/                              headers and index of the safetensors files, for `export`
-    DST/weights/0000/, 0001/, ...            Orbax checkpoints, each some parameters by module path
+    DST/config.json, tokenizer files, ...    copied DST/manifest.json                        source,
+    versions, tensors and parameters with checksums DST/source/                              headers
+    and index of the safetensors files, for `export` DST/weights/0000/, 0001/, ...            Orbax
+    checkpoints, each some parameters by module path
 
-Values keep the dtype and the bits of the source. Tensors that belong to no parameter (the second copy
-of a tied head, a vision tower, `d2t`) are stored too, under paths that begin with "unused".
+Values keep the dtype and the bits of the source. Tensors that belong to no parameter (the second
+copy of a tied head, a vision tower, `d2t`) are stored too, under paths that begin with "unused".
 """
 
 import hashlib
@@ -49,8 +50,9 @@ _CONTEXT = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"lim
 class Parameter:
     """One array of a converted folder, and the source tensors it was fused from.
 
-    `sha256` is the hash of the array's bytes. If these are the concatenated bytes of several tensors, it
-    is the hash of the tensors' hashes (`sum_of_sums`), because hashing dominates the conversion time.
+    `sha256` is the hash of the array's bytes. If these are the concatenated bytes of several
+    tensors, it is the hash of the tensors' hashes (`sum_of_sums`), because hashing dominates the
+    conversion time.
     """
 
     path: Path
@@ -125,9 +127,10 @@ def _manifest(folder: FilePath) -> dict:
 
 
 class Converted(Headers):
-    """`tensors`, `names`, `info` and `read` as `Checkpoint` has them, and `joined(rule)`: a parameter as
-    stored. `info(name)` is the header entry of the source, with offsets in the source's file. `not_finite`
-    counts NaN and infinity in the source's tensors, by name of those that have any.
+    """`tensors`, `names`, `info` and `read` as `Checkpoint` has them, and `joined(rule)`: a
+    parameter as stored. `info(name)` is the header entry of the source, with offsets in the
+    source's file. `not_finite` counts NaN and infinity in the source's tensors, by name of those
+    that have any.
 
     Raises:
       CheckpointError: no converted folder, or (when reading) an array is missing or damaged.
@@ -274,7 +277,8 @@ class Converted(Headers):
             )
 
     def store(self, parameter: Parameter) -> "ts.TensorStore":
-        """Opens the array with tensorstore without reading it; checks shape and dtype by the manifest."""
+        """Opens the array with tensorstore without reading it; checks shape and dtype by the
+        manifest."""
         import tensorstore as ts
 
         folder = self.folder / "weights" / parameter.group / parameter.key

@@ -1,4 +1,5 @@
-"""Validated reading of untrusted JSON: `Fields` returns a value of the right kind or names the bad key."""
+"""Validated reading of untrusted JSON: `Fields` returns a value of the right kind or names the bad
+key."""
 
 import json
 from collections.abc import Sequence

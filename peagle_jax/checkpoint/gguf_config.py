@@ -1,7 +1,7 @@
 """Metadata of a GGUF file -> `config.json` and `generation_config.json`.
 
-Tables map llama.cpp's keys to transformers'. A key of the architecture that no table has is refused,
-because it may change what the model computes.
+Tables map llama.cpp's keys to transformers'. A key of the architecture that no table has is
+refused, because it may change what the model computes.
 """
 
 import math
@@ -110,7 +110,8 @@ def _embedding(file: GgufFile):
 
 
 def _token_ids(file: GgufFile, fields: Fields, config: dict) -> dict:
-    """bos, and all ids that end a turn: the stated ones first, then control tokens by their spelling."""
+    """bos, and all ids that end a turn: the stated ones first, then control tokens by their
+    spelling."""
     own = Fields(
         {key: fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "eom")},
         f"{file.path}: tokenizer.ggml",

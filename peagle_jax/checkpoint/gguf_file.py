@@ -1,7 +1,8 @@
-"""GGUF files: header, metadata and the numbers of tensors; split files, and one inside of a wheel or zip.
+"""GGUF files: header, metadata and the numbers of tensors; split files, and one inside of a wheel
+or zip.
 
-The header is read here and not by the reader of the package `gguf`, which follows lengths and counts of a
-damaged file without bounds. That package unpacks the quantised types.
+The header is read here and not by the reader of the package `gguf`, which follows lengths and
+counts of a damaged file without bounds. That package unpacks the quantised types.
 """
 
 import mmap
@@ -45,7 +46,8 @@ class GgufTensor:
     data: np.ndarray = field(repr=False)
 
     def floats(self, index: int | None = None) -> np.ndarray:
-        """The numbers, float32 for a quantised type; with `index` only those of that entry of the first axis."""
+        """The numbers, float32 for a quantised type; with `index` only those of that entry of the
+        first axis."""
         rows = self.data if index is None else self.data[index]
         shape = self.shape if index is None else self.shape[1:]
         if self.type in FLOATS:
@@ -78,7 +80,8 @@ def open_gguf(path: Path) -> Iterator[GgufFile]:
     """The model of a file, of all parts of a split one (any of them is named), or of an archive.
 
     Raises:
-      CheckpointError: no GGUF file or a damaged one, a missing part, or a type that is not supported.
+      CheckpointError: no GGUF file or a damaged one, a missing part, or a type that is not
+        supported.
     """
     with tempfile.TemporaryDirectory(prefix="peagle-gguf-") as folder:
         try:

@@ -1,7 +1,9 @@
-"""Tensors of a GGUF file -> tensors of a Hugging Face folder: names, orders, and what is stacked or split.
+"""Tensors of a GGUF file -> tensors of a Hugging Face folder: names, orders, and what is stacked or
+split.
 
-llama.cpp stores q and k of Llama in the order of interleaved rope, the experts of a layer as one tensor, and
-gate and up of GPT-OSS apart. Each table has the names of its architecture's tensors without `blk.N.`.
+llama.cpp stores q and k of Llama in the order of interleaved rope, the experts of a layer as one
+tensor, and gate and up of GPT-OSS apart. Each table has the names of its architecture's tensors
+without `blk.N.`.
 """
 
 import re
@@ -139,7 +141,8 @@ def _place(architecture: str, name: str, block: re.Match | None) -> str | None:
 
 
 def _unpermuted(file: GgufFile, tensor: GgufTensor, heads: object) -> np.ndarray:
-    """Rows of q or k in the order of halves: llama.cpp pairs neighbours, transformers a half with the other."""
+    """Rows of q or k in the order of halves: llama.cpp pairs neighbours, transformers a half with
+    the other."""
     rows = tensor.shape[0]
     if not isinstance(heads, int) or heads < 1 or rows % (2 * heads):
         raise file.error(

@@ -1,7 +1,8 @@
 """The tokenizer in a GGUF file's metadata -> `tokenizer.json` and `tokenizer_config.json`.
 
-Byte-level BPE (`gpt2`), SentencePiece with scores (`llama`) and Gemma 4's BPE with byte fallback (`gemma4`).
-How a text is cut into words before BPE is not in the file but has a name, for which a table has the rule.
+Byte-level BPE (`gpt2`), SentencePiece with scores (`llama`) and Gemma 4's BPE with byte fallback
+(`gemma4`). How a text is cut into words before BPE is not in the file but has a name, for which a
+table has the rule.
 """
 
 from tokenizers import (
@@ -55,7 +56,8 @@ def read_tokenizer(file: GgufFile) -> tuple[str, dict] | None:
     """(content of tokenizer.json, tokenizer_config.json); None for a file without a tokenizer.
 
     Raises:
-      CheckpointError: a kind of tokenizer that is not supported, or lists that are missing or damaged.
+      CheckpointError: a kind of tokenizer that is not supported, or lists that are missing or
+        damaged.
     """
     fields = Fields(
         {
@@ -122,7 +124,8 @@ def _settings(file: GgufFile, fields: Fields, tokens: list[str]) -> dict:
 
 
 def _add_ends(tokenizer: Tokenizer, fields: Fields, settings: dict, kind: str) -> None:
-    """BOS and EOS around a text. Without a flag llama.cpp puts BOS before SentencePiece and Llama 3."""
+    """BOS and EOS around a text. Without a flag llama.cpp puts BOS before SentencePiece and Llama
+    3."""
     default = kind != "gpt2" or fields.get("pre") in ("llama-bpe", "llama3", "llama-v3")
     begin = [settings.get("bos_token")] if fields.flag("add_bos_token", default) else []
     end = [settings.get("eos_token")] if fields.flag("add_eos_token", False) else []

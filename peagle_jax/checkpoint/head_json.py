@@ -1,17 +1,18 @@
 """`config.json` of a head <-> `DrafterConfig`, and the checks that head and target match.
 
-Two shapes of file: flat (AWS, SafeAILab, SpecForge, ModelOpt, NeMo Automodel) and nested (speculators:
-its `transformer_layer_config` holds the decoder's keys).
+Two shapes of file: flat (AWS, SafeAILab, SpecForge, ModelOpt, NeMo Automodel) and nested
+(speculators: its `transformer_layer_config` holds the decoder's keys).
 
-There are two conventions for tap ids. In ours, vLLM's and speculators', id i is the stream that enters
-layer i; in the other, id i is the output of layer i, one less. Files written for SGLang (SpecForge,
-ModelOpt; recognised by `eagle_config` or by SpecForge's P-EAGLE architecture) use either. As in SGLang
-(sgl-project/sglang, pull request 25454), a first id of 1 means the second convention, because the lowest
-tap of every head is the output of layer 1. The argument `taps` overrides this.
+There are two conventions for tap ids. In ours, vLLM's and speculators', id i is the stream that
+enters layer i; in the other, id i is the output of layer i, one less. Files written for SGLang
+(SpecForge, ModelOpt; recognised by `eagle_config` or by SpecForge's P-EAGLE architecture) use
+either. As in SGLang (sgl-project/sglang, pull request 25454), a first id of 1 means the second
+convention, because the lowest tap of every head is the output of layer 1. The argument `taps`
+overrides this.
 
 `norm_before_residual` is false where a file does not state it: that is the default of speculators
-(`models/eagle3/config.py`, for both methods) and of the flat layouts' models. speculators' files state it;
-vLLM reads a nested EAGLE-3 file without it as true.
+(`models/eagle3/config.py`, for both methods) and of the flat layouts' models. speculators' files
+state it; vLLM reads a nested EAGLE-3 file without it as true.
 """
 
 from collections.abc import Sequence
@@ -69,7 +70,8 @@ def _tap_ids(head: Fields, nested: bool) -> tuple[int, ...] | None:
 def _has_qk_norm(head: Fields, layers: Fields, nested: bool, tensors: set[str]) -> bool:
     """Whether the layers are Qwen3's. A flat `model_type` may be the target's (NeMo Automodel).
 
-    speculators' default class is Llama's up to version 0.4 and Qwen3's later: then the tensors decide.
+    speculators' default class is Llama's up to version 0.4 and Qwen3's later: then the tensors
+    decide.
     """
     name = _architecture(head)
     if not nested and ("Qwen3ForCausalLM" in name or "Llama" in name):
@@ -115,7 +117,8 @@ def _biases(layers: Fields, tensors: set[str]) -> tuple[bool, bool]:
 
 
 def _check_promises(head: Fields, layers: Fields, tensors: set[str]) -> None:
-    """Checks that the file has the tensors that config.json promises; otherwise drafts would be garbage.
+    """Checks that the file has the tensors that config.json promises; otherwise drafts would be
+    garbage.
 
     Raises:
       CheckpointError: something is missing.
@@ -148,7 +151,8 @@ def _check_type(head: Fields, tensors: set[str]) -> None:
     """speculators' names of the method.
 
     Raises:
-      CheckpointError: another method than EAGLE-3 and P-EAGLE, or not the one that the tensors show.
+      CheckpointError: another method than EAGLE-3 and P-EAGLE, or not the one that the tensors
+        show.
     """
     head.only("speculators_model_type", *_TYPES)
     speculators = head.inner("speculators_config", {})

@@ -11,7 +11,8 @@ _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 MODEL = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 CONFIGS = ("config.json", "generation_config.json")
 _FOLDERS = ["*/*"]
-"""Root files only: subfolders hold other copies of the weights (gpt-oss's `original/` and `metal/`)."""
+"""Root files only: subfolders hold other copies of the weights (gpt-oss's `original/` and
+`metal/`)."""
 
 
 def is_hub_id(text: str) -> bool:

@@ -1,8 +1,9 @@
-"""`Rule`, `Layout` and `Table`: the mapping from the tensors of a file to the parameters of a model.
+"""`Rule`, `Layout` and `Table`: the mapping from the tensors of a file to the parameters of a
+model.
 
-A `Table` walks over the parameters of a model and looks up their tensors in a file. The tensors present
-decide what is quantised; quantisation lists in config.json are ignored. Without a file it generates the
-tensors of an unquantised checkpoint, which is how models are saved.
+A `Table` walks over the parameters of a model and looks up their tensors in a file. The tensors
+present decide what is quantised; quantisation lists in config.json are ignored. Without a file it
+generates the tensors of an unquantised checkpoint, which is how models are saved.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,10 +57,11 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The mapping of a whole file: every tensor is used by a rule, dropped for a reason, or left over.
+    """The mapping of a whole file: every tensor is used by a rule, dropped for a reason, or left
+    over.
 
-    `missing` are tensors that the model needs and the file lacks. The model can be loaded if `missing`
-    and `leftovers` are empty; otherwise `hint` ends the error message.
+    `missing` are tensors that the model needs and the file lacks. The model can be loaded if
+    `missing` and `leftovers` are empty; otherwise `hint` ends the error message.
     """
 
     rules: list[Rule]
@@ -124,7 +126,8 @@ class Table:
         self.plain(path, [name], (size,))
 
     def linear(self, path: Path, bases: Sequence[str], rows: Shape, columns: int) -> None:
-        """`weight`, and `scale` if it is FP8, of matrices [rows[i], columns] concatenated along rows."""
+        """`weight`, and `scale` if it is FP8, of matrices [rows[i], columns] concatenated along
+        rows."""
         infos = [
             self._take(f"{base}.weight", (n, columns)) for base, n in zip(bases, rows, strict=True)
         ]
@@ -137,7 +140,8 @@ class Table:
         self.plain((*path, "bias"), names, *((n,) for n in rows))
 
     def experts(self, path: Path, bases: Sequence[str], group: Shape, shape: Shape) -> None:
-        """`weight` and `scale` of experts that the file stores as one matrix of `shape` per expert."""
+        """`weight` and `scale` of experts that the file stores as one matrix of `shape` per
+        expert."""
         infos = [self._take(f"{base}.weight", shape) for base in bases]
         if self._weight(path, infos, Stack(group)):
             self._scale(path, bases, StackScales(group, *shape))
@@ -150,7 +154,8 @@ class Table:
         self.add(path, [info], transform)
 
     def flat(self, path: Path, name: str, size: int, *, axes: int = 1) -> None:
-        """A vector that files store with any number of leading axes of size 1; generated ones have `axes`."""
+        """A vector that files store with any number of leading axes of size 1; generated ones have
+        `axes`."""
         info = self.tensors.get(self.rename(name))
         fits = info is not None and prod(info.shape) == size
         shape = info.shape if fits else (*[1] * (axes - 1), size)
@@ -167,8 +172,8 @@ class Table:
         """A rule for `path`, unless a tensor is missing.
 
         Raises:
-          CheckpointError: the tensors have different dtypes. One parameter has one dtype, and a transform
-            does no arithmetic, so that `export` returns every bit of the file.
+          CheckpointError: the tensors have different dtypes. One parameter has one dtype, and a
+            transform does no arithmetic, so that `export` returns every bit of the file.
         """
         present = [info for info in infos if info is not None]
         other = next((info for info in present if info.dtype != present[0].dtype), None)

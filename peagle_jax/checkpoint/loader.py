@@ -49,7 +49,8 @@ from peagle_jax.parallel.shares import check_shares
 _log = logging.getLogger(__name__)
 Quantization = Literal["fp8"]
 _QUANTIZABLE = ("qkv", "out", "gate_up", "down")
-"""Modules whose weight `quantization` applies to: all matrices but embed, router, lm_head and fc."""
+"""Modules whose weight `quantization` applies to: all matrices but embed, router, lm_head and
+fc."""
 
 
 def _owner(module: nnx.Module, rule: Rule) -> nnx.Module:
@@ -59,7 +60,8 @@ def _owner(module: nnx.Module, rule: Rule) -> nnx.Module:
 
 
 def _check_shapes(params: dict, layout: Layout, tensors: dict[str, TensorInfo]) -> None:
-    """Checks the layout's parameters against the module's. Packed weights hold two values per byte."""
+    """Checks the layout's parameters against the module's. Packed weights hold two values per
+    byte."""
     for path, names, transform in layout.rules:
         if path[-1] == "scale":
             continue
@@ -176,16 +178,18 @@ def load_target(
     quantization: Quantization | None = None,
     devices: Devices = ONE_DEVICE,
 ) -> Decoder:
-    """Loads a target model from a Hugging Face folder, or from a folder written by `peagle-convert`.
+    """Loads a target model from a Hugging Face folder, or from a folder written by
+    `peagle-convert`.
 
     Args:
       folder: config.json and weights; FP8 and MXFP4 weights are kept as they are.
       dtype: of all that is not quantised.
       quantization: "fp8" quantises the matrices of attention, MLP and experts during loading.
-      devices: share the model, and each is sent its share only; by default it lies on the default device.
+      devices: share the model, and each is sent its share only; by default it lies on the default
+        device.
     Raises:
-      CheckpointError: the folder is no supported model, or tensors are missing, unused or misshapen, or
-        `quantization` is given for a model that is quantised.
+      CheckpointError: the folder is no supported model, or tensors are missing, unused or
+        misshapen, or `quantization` is given for a model that is quantised.
     """
     if quantization not in (None, "fp8"):
         raise CheckpointError(f"{quantization=} is not supported; 'fp8' is")
@@ -281,8 +285,8 @@ def save_head(
 ) -> None:
     """Writes a head in the AWS layout (P-EAGLE) or the SafeAILab layout (EAGLE-3): `midlayer.*`.
 
-    `d2t` (int64 offsets) and `t2d` (bool) are always written, as those files have them. `selector` False leaves
-    the head's selector out, which other programs do not support.
+    `d2t` (int64 offsets) and `t2d` (bool) are always written, as those files have them. `selector`
+    False leaves the head's selector out, which other programs do not support.
     """
     config = head.config if selector else replace(head.config, selector_rank=0)
     tensors = _head_arrays(head, config, head_tensors(config, jnp.dtype(dtype)))

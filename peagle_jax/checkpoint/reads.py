@@ -1,7 +1,8 @@
 """Reads bytes of files into memory, from several threads.
 
-Explicit reads, not mapped files: a thread that waits for a page of a mapping holds the interpreter's lock while numpy
-copies, and pays a page fault for every few kilobytes of the page cache.
+Explicit reads, not mapped files: a thread that waits for a page of a mapping holds the
+interpreter's lock while numpy copies, and pays a page fault for every few kilobytes of the page
+cache.
 """
 
 import os
@@ -15,7 +16,8 @@ import numpy as np
 from peagle_jax.checkpoint.safetensors import CheckpointError
 
 MOST_BYTES = 8 << 20
-"""Bytes of one read in place. Longer reads leave the processor's cache, shorter ones cost system calls."""
+"""Bytes of one read in place. Longer reads leave the processor's cache, shorter ones cost system
+calls."""
 _MOST_PIECES = 256
 """Pieces of one read. Linux takes 1,024."""
 
@@ -27,7 +29,8 @@ class Span:
     Args:
       name: of the tensor, for messages.
       begin: absolute offset in the file.
-      out: where the bytes go unchanged, uint8 [size]; None: `place` gets them in memory that it must not keep.
+      out: where the bytes go unchanged, uint8 [size]; None: `place` gets them in memory that it
+        must not keep.
       filled: called once the bytes are where they belong.
     """
 
@@ -47,14 +50,16 @@ class Span:
 def in_place(
     path: Path, name: str, begin: int, out: np.ndarray, filled: Callable[[], None]
 ) -> Iterator[Span]:
-    """Spans of at most `MOST_BYTES` that read `len(out)` bytes from `begin` into `out`, uint8 [n]."""
+    """Spans of at most `MOST_BYTES` that read `len(out)` bytes from `begin` into `out`, uint8
+    [n]."""
     for start in range(0, len(out), MOST_BYTES):
         part = out[start : start + MOST_BYTES]
         yield Span(path, name, begin + start, len(part), part, None, filled)
 
 
 def batches(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spans in the order of the files; those that follow each other and are read in place share one read."""
+    """Spans in the order of the files; those that follow each other and are read in place share one
+    read."""
     found: list[list[Span]] = []
     size = 0
     for span in sorted(spans, key=lambda span: (str(span.path), span.begin, span.size)):

@@ -1,7 +1,7 @@
 """Rotary embeddings in `config.json` <-> `RopeConfig`, and the sliding windows of layers.
 
-Released files have `rope_theta` and `rope_scaling`, those of transformers 5 `rope_parameters`; Gemma 4
-has one such object for each type of layer.
+Released files have `rope_theta` and `rope_scaling`, those of transformers 5 `rope_parameters`;
+Gemma 4 has one such object for each type of layer.
 """
 
 import math
@@ -24,7 +24,8 @@ GPT_OSS_ROPE = RopeConfig(
     theta=1.5e5,
     scaling=YarnScaling(factor=32.0, original_max_position=4096, truncate=False),
 )
-"""Defaults of transformers where a file states no rope (`RotaryEmbeddingConfigMixin`, `GptOssConfig`)."""
+"""Defaults of transformers where a file states no rope (`RotaryEmbeddingConfigMixin`,
+`GptOssConfig`)."""
 
 _OBJECTS = ("rope_scaling", "rope_parameters")
 _INNER_KEYS = {
@@ -68,7 +69,8 @@ def rope_config(
 
 
 def _merged(scaling: Fields, fields: Fields, outer: dict) -> Fields:
-    """Merges the object `scaling` with the same keys at the top level; contradictions are refused."""
+    """Merges the object `scaling` with the same keys at the top level; contradictions are
+    refused."""
     for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
         inside, beside = scaling.get(key), fields.get(key)
         if beside is not None:

@@ -291,7 +291,8 @@ class Checkpoint(Headers):
 
 
 def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Writes one file, tensors in the given order. Atomic rename: the target may be memory-mapped."""
+    """Writes one file, tensors in the given order. Atomic rename: the target may be
+    memory-mapped."""
     headers = {name: (array.dtype, array.shape) for name, array in tensors.items()}
     write_streamed(path, headers, tensors.values())
 
@@ -301,7 +302,8 @@ def write_streamed(
     headers: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     arrays: Iterable[np.ndarray],
 ) -> int:
-    """`write` for arrays that are made one by one, in the order of `headers`. Returns their bytes."""
+    """`write` for arrays that are made one by one, in the order of `headers`. Returns their
+    bytes."""
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, (dtype, shape) in headers.items():
         end = offset + prod(shape) * dtype.itemsize

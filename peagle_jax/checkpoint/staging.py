@@ -1,7 +1,8 @@
 """Host memory in which arrays lie until a device has its copy.
 
-An accelerator's copy leaves the memory free for the next arrays: memory that was used before has its pages, and fresh
-memory costs a fault and zeros for each. A CPU device takes the memory itself, so there each array has its own.
+An accelerator's copy leaves the memory free for the next arrays: memory that was used before has
+its pages, and fresh memory costs a fault and zeros for each. A CPU device takes the memory itself,
+so there each array has its own.
 """
 
 import mmap
@@ -17,8 +18,9 @@ _MAPPED_BYTES = 4 << 20  # from which on numpy asks for huge pages
 def aligned(size: int) -> np.ndarray:
     """Fresh memory, uint8 [size].
 
-    Large memory is mapped here, because numpy asks for huge pages. A virtual machine that gets its memory from its host
-    on first use was several times slower with them (bfloat16 on a CPU: 0.4 to 1.2 instead of 1.1 to 4.4 GB/s).
+    Large memory is mapped here, because numpy asks for huge pages. A virtual machine that gets its
+    memory from its host on first use was several times slower with them (bfloat16 on a CPU: 0.4 to
+    1.2 instead of 1.1 to 4.4 GB/s).
     """
     if size >= _MAPPED_BYTES:
         return np.frombuffer(mmap.mmap(-1, size), np.uint8)

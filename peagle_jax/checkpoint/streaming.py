@@ -1,7 +1,8 @@
-"""Fills parameters from a checkpoint: threads read in the order of the files, while devices receive what is complete.
+"""Fills parameters from a checkpoint: threads read in the order of the files, while devices receive
+what is complete.
 
-Parameters travel in groups whose bytes lie together in the files, as the experts' of one layer. Memory of the host is
-bounded by `_MOST_BYTES`, or one group if that is larger.
+Parameters travel in groups whose bytes lie together in the files, as the experts' of one layer.
+Memory of the host is bounded by `_MOST_BYTES`, or one group if that is larger.
 """
 
 import logging
@@ -23,7 +24,8 @@ from peagle_jax.checkpoint.staging import Staging
 _log = logging.getLogger(__name__)
 _MOST_BYTES = 1536 << 20
 _MOST_UPLOADING = 768 << 20
-"""Bytes on their way to devices. XLA copies them into pinned memory of its own, which grows to as much."""
+"""Bytes on their way to devices. XLA copies them into pinned memory of its own, which grows to as
+much."""
 _GROUP_BYTES = 128 << 20, 768 << 20
 """Least and most of a group, but for a single parameter."""
 _LOGGED_BYTES = 1 << 30
@@ -54,7 +56,8 @@ def stream(
     """Reads all parameters and calls `put` for each in this thread, in the order of the files.
 
     Args:
-      put: makes an array from complete shares and keeps it; it may return before the device has its copy.
+      put: makes an array from complete shares and keeps it; it may return before the device has its
+        copy.
       is_copied: whether devices copy, so that host memory can be used again; else they keep it.
 
     Raises:
@@ -156,7 +159,8 @@ class _Pipeline:
             self._bar.update(count)
 
     def _step(self) -> None:
-        """Waits for the oldest upload, or for the oldest group to be read if it is complete or nothing else is left."""
+        """Waits for the oldest upload, or for the oldest group to be read if it is complete or
+        nothing else is left."""
         if self._reading and (self._reading[0].is_read or not self._uploading):
             self._upload()
         else:

@@ -128,7 +128,8 @@ def _gemma4_block(table: Table, i: int, base: str, config: TargetConfig) -> None
 
 
 def _without_head(tensors: Collection[str]) -> bool:
-    """Whether these are the names of a model without its head, as transformers' `AutoModel` saves it."""
+    """Whether these are the names of a model without its head, as transformers' `AutoModel` saves
+    it."""
     return "embed_tokens.weight" in tensors
 
 
@@ -152,10 +153,12 @@ def _base(config: TargetConfig, tensors: Collection[str]) -> str:
 
 
 def as_tied(config: TargetConfig, checkpoint: Headers) -> TargetConfig:
-    """`config`, whose `tie_embeddings` is False if the file holds an lm_head that differs from the embedding.
+    """`config`, whose `tie_embeddings` is False if the file holds an lm_head that differs from the
+    embedding.
 
-    transformers does the same: it ties two weights that are both in a file only where they are equal.
-    Reads both tensors if config.json ties them; their bytes are compared, so one of another dtype differs.
+    transformers does the same: it ties two weights that are both in a file only where they are
+    equal. Reads both tensors if config.json ties them; their bytes are compared, so one of another
+    dtype differs.
     """
     names = f"{_base(config, checkpoint.tensors)}.embed_tokens.weight", "lm_head.weight"
     has_both = config.tie_embeddings and all(name in checkpoint for name in names)
@@ -170,7 +173,8 @@ def target_layout(config: TargetConfig, tensors: Mapping[str, TensorInfo]) -> La
     Args:
       config: from `as_tied`; the lm_head of a tied config is dropped.
     Raises:
-      CheckpointError: a tensor's shape or dtype contradicts the config or the tensors it is fused with.
+      CheckpointError: a tensor's shape or dtype contradicts the config or the tensors it is fused
+        with.
     """
     table = Table(tensors)
     if _without_head(tensors):
@@ -243,7 +247,8 @@ def head_layout(config: DrafterConfig, tensors: Mapping[str, TensorInfo]) -> Lay
     Does not read `d2t`; `checked.checked_head` checks that it holds offsets.
 
     Raises:
-      CheckpointError: a tensor's shape or dtype contradicts the config or the tensors it is fused with.
+      CheckpointError: a tensor's shape or dtype contradicts the config or the tensors it is fused
+        with.
     """
     rename = head_names(tensors)
     table = Table(tensors, rename=rename)
@@ -256,7 +261,8 @@ def head_layout(config: DrafterConfig, tensors: Mapping[str, TensorInfo]) -> Lay
 
 
 def head_names(tensors: Mapping[str, TensorInfo]) -> Callable[[str], str]:
-    """Maps a head's tensor name to its name in the file: some files prefix all or most with `model.`."""
+    """Maps a head's tensor name to its name in the file: some files prefix all or most with
+    `model.`."""
     return lambda name: f"model.{name}" if f"model.{name}" in tensors else name
 
 

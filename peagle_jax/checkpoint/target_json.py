@@ -1,7 +1,7 @@
 """`config.json` and `generation_config.json` of a target -> `TargetConfig`.
 
-`config_keys` holds the keys with their defaults and accepted values; this file builds a `TargetConfig`
-from them. An unsupported feature is refused with the name of its key.
+`config_keys` holds the keys with their defaults and accepted values; this file builds a
+`TargetConfig` from them. An unsupported feature is refused with the name of its key.
 """
 
 from pathlib import Path
@@ -40,7 +40,8 @@ def target_config(folder: Path) -> TargetConfig:
     """TargetConfig of a Hugging Face folder.
 
     Raises:
-      CheckpointError: unknown family, a value that cannot be right, or a feature that is not supported.
+      CheckpointError: unknown family, a value that cannot be right, or a feature that is not
+        supported.
     """
     folder = Path(folder)
     outer = Fields(read_config(folder), str(folder))
@@ -88,7 +89,8 @@ def target_unread_keys(raw: dict) -> list[str]:
 
 
 def unstated_sizes(folder: Path) -> str:
-    """Hint for messages about mismatching tensors: the sizes that config.json leaves to defaults."""
+    """Hint for messages about mismatching tensors: the sizes that config.json leaves to
+    defaults."""
     kind, fields = _text_fields(Fields(read_config(folder), str(folder)))
     defaults = [
         f"{name} ({KEYS[kind][name].default})"
@@ -297,7 +299,8 @@ def _qwen3_moe(fields: Fields, keys: dict) -> dict:
 
 
 def _dense_layers(fields: Fields, keys: dict) -> tuple[int, ...]:
-    """Layers with a dense MLP: `mlp_only_layers`, and all but every `decoder_sparse_step`-th layer."""
+    """Layers with a dense MLP: `mlp_only_layers`, and all but every `decoder_sparse_step`-th
+    layer."""
     step, listed = keys["decoder_sparse_step"], keys["mlp_only_layers"]
     if any(isinstance(item, bool) or not isinstance(item, int) for item in listed):
         raise fields.error(f"mlp_only_layers must be a list of layer numbers, not {listed!r}")

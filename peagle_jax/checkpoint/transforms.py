@@ -1,4 +1,5 @@
-"""Transforms: tensors of a file -> one parameter (`join`), and back bit for bit (`split`). numpy only.
+"""Transforms: tensors of a file -> one parameter (`join`), and back bit for bit (`split`). numpy
+only.
 
 `join` returns a view where numpy can, otherwise one copy. `join` also accepts parts that are sliced
 along their leading expert axis, and a subset of stacked experts.
@@ -63,7 +64,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Merge:
-    """The last `axes` axes as one: all of [1, 1, X] -> [X], MXFP4 blocks [E, D, G, 16] -> [E, D, 16G]."""
+    """The last `axes` axes as one: all of [1, 1, X] -> [X], MXFP4 blocks [E, D, G, 16] -> [E, D,
+    16G]."""
 
     axes: int | None = None
     name: ClassVar[str] = "merge axes"
@@ -99,7 +101,8 @@ class Concat:
 
 @dataclass(frozen=True)
 class Stack:
-    """One tensor an expert, or `group` of them: gate 0, up 0, gate 1, ... [F, D] -> [E, 2, F, D]."""
+    """One tensor an expert, or `group` of them: gate 0, up 0, gate 1, ... [F, D] -> [E, 2, F,
+    D]."""
 
     group: Shape = ()
     name: ClassVar[str] = "stack experts"
@@ -171,9 +174,9 @@ class Transpose:
 class Scales:
     """FP8 scales of matrices [rows[i], columns] that are concatenated along rows -> [Sn, Sk].
 
-    A file has one scale per 128 x 128 block [ceil(n/128), ceil(k/128)], per row [n, 1] or [n], or per
-    tensor [] or [1]. The result has block scales if the row counts of all matrices but the last are
-    multiples of 128, so that block boundaries coincide; otherwise it has row scales [n, Sk].
+    A file has one scale per 128 x 128 block [ceil(n/128), ceil(k/128)], per row [n, 1] or [n], or
+    per tensor [] or [1]. The result has block scales if the row counts of all matrices but the last
+    are multiples of 128, so that block boundaries coincide; otherwise it has row scales [n, Sk].
 
     >>> Scales((256, 100), 300).shape([(2, 3), (1, 3)])
     (3, 3)
@@ -252,7 +255,8 @@ class StackScales:
 
 
 def _as(array: np.ndarray, like: Like) -> np.ndarray:
-    """The array in another's dtype: nothing to do but for a model that was loaded in a wider one."""
+    """The array in another's dtype: nothing to do but for a model that was loaded in a wider
+    one."""
     return array.astype(like.dtype, copy=False)
 
 

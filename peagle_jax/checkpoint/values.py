@@ -13,7 +13,8 @@ MXFP4_NAN = 255
 
 
 class _Bits(NamedTuple):
-    """Bit patterns of a float dtype without the sign: >= `first` is not finite, `infinity` is infinity."""
+    """Bit patterns of a float dtype without the sign: >= `first` is not finite, `infinity` is
+    infinity."""
 
     width: int  # bytes
     first: int
@@ -79,9 +80,11 @@ def check_scale(name: str, scale: np.ndarray) -> None:
 
     Args:
       name: of the tensor, for the message.
-      scale: FP8 scales of any float dtype, which a model holds in float32, or MXFP4 scales in uint8.
+      scale: FP8 scales of any float dtype, which a model holds in float32, or MXFP4 scales in
+        uint8.
     Raises:
-      CheckpointError: an FP8 scale is NaN, infinite, negative or zero in float32; an MXFP4 scale is 255.
+      CheckpointError: an FP8 scale is NaN, infinite, negative or zero in float32; an MXFP4 scale is
+        255.
     """
     if scale.dtype == np.uint8:
         if scale.size and scale.max() == MXFP4_NAN:

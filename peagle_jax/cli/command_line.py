@@ -1,7 +1,7 @@
 """Code that the command lines share: one-line errors, and options of a request.
 
-Nothing here imports jax or numpy: `peagle-client` starts without them, and every command shows mistakes
-in its options before it imports them.
+Nothing here imports jax or numpy: `peagle-client` starts without them, and every command shows
+mistakes in its options before it imports them.
 """
 
 import argparse
@@ -108,7 +108,8 @@ def add_options(add: Callable, owner: type, *names: str, has_defaults: bool = Tr
     """Adds these options of a dataclass (`peagle_jax.options`).
 
     Args:
-      has_defaults: whether options without a value have an attribute: their default, or None for lists.
+      has_defaults: whether options without a value have an attribute: their default, or None for
+        lists.
     """
     for one in map(options_of(owner).__getitem__, names):
         is_shown = one.default is not None and not isinstance(one.default, bool | tuple)

@@ -1,8 +1,9 @@
-"""Marks each token of a text by its fate: in a terminal by colour and style, elsewhere by characters.
+"""Marks each token of a text by its fate: in a terminal by colour and style, elsewhere by
+characters.
 
-A round of drafts ["return", " x", "[", "i"] and tokens ["return", " x", "\\n"] is [return][ x]{-[-}{+\\n+} in
-characters: two accepted drafts, the refused draft, and the target's correction. What the head drafted behind a
-refused draft continues another text, and is not shown.
+A round of drafts ["return", " x", "[", "i"] and tokens ["return", " x", "\\n"] is [return][
+x]{-[-}{+\\n+} in characters: two accepted drafts, the refused draft, and the target's correction.
+What the head drafted behind a refused draft continues another text, and is not shown.
 """
 
 import enum
@@ -42,7 +43,8 @@ _STYLES = {  # attribute, name of the attribute, colour: SGR of ECMA-48
 
 
 def mark_for(stream: TextIO, environ: Mapping[str, str]) -> Mark:
-    """Styles for a terminal, without colours if NO_COLOR is set; characters for files and simple terminals."""
+    """Styles for a terminal, without colours if NO_COLOR is set; characters for files and simple
+    terminals."""
     if not _is_styled(stream, environ):
         return _with_characters
     has_colours = not environ.get("NO_COLOR")  # an empty value counts as unset: no-color.org

@@ -13,7 +13,8 @@ _PERIOD = 0.2  # seconds between two drawings
 
 
 class LiveComparison:
-    """`runs.comparison_table` of the methods so far. On a stream that is no terminal only `finish` writes.
+    """`runs.comparison_table` of the methods so far. On a stream that is no terminal only `finish`
+    writes.
 
     Args:
       ties: by method, as `comparison_table` takes them; read at each drawing.
@@ -64,7 +65,8 @@ class LiveComparison:
         if self._progress.num_tokens:
             rows = [*rows, self._progress]
         lines = comparison_table(rows, self._ties).splitlines() if rows else []
-        # A longer line would take two on the screen, and the next drawing would begin in the wrong one.
+        # A longer line would take two on the screen, and the next drawing would begin in the wrong
+        # one.
         width = shutil.get_terminal_size().columns
         lines.append(f"{METHOD_NAMES[self._progress.method]}: {state}")
         self._draw([line[: width - 1] for line in lines])

@@ -33,8 +33,8 @@ def load_weights(
       model: Hugging Face folder, or a GGUF file; None is the embedded model.
       drafter: head folder; None is the embedded model's head for `method`. `module:Class` has no
         head: `own_drafters.load_own` loads it.
-      method: "none" loads no head; "peagle" or "eagle3" must be the head's own method; None takes the
-        head's method (for the embedded model "peagle").
+      method: "none" loads no head; "peagle" or "eagle3" must be the head's own method; None takes
+        the head's method (for the embedded model "peagle").
       dtype: dtype of all weights that are not quantised.
       quantization: "fp8" quantises the target's matrices during loading.
       taps: tap ids that override those of the head's config.json.
@@ -78,8 +78,8 @@ def load(
 ) -> Engine:
     """An engine from Hugging Face folders; without arguments the embedded model with P-EAGLE.
 
-    Arguments are those of `load_weights`; `config` sizes the engine. `drafter` may be `module:Class`, a drafter of
-    the user's own (`own_drafters`), whose taps `taps` replaces.
+    Arguments are those of `load_weights`; `config` sizes the engine. `drafter` may be
+    `module:Class`, a drafter of the user's own (`own_drafters`), whose taps `taps` replaces.
 
     >>> engine = load()
     >>> engine.generate(["def quicksort(xs):"], SamplingParams(max_tokens=64))[0].text

@@ -17,7 +17,8 @@ def embedded(name: str) -> Path:
 
 
 def local_folder(given: str | Path | None) -> str | Path | None:
-    """A model's folder: `given`, or the download of a hub id "owner/name"; None and `module:Class` stay as they are.
+    """A model's folder: `given`, or the download of a hub id "owner/name"; None and `module:Class`
+    stay as they are.
 
     Raises:
       ConfigError: the hub id cannot be downloaded; the message says why.
@@ -32,7 +33,8 @@ def local_folder(given: str | Path | None) -> str | Path | None:
 def check_head_is_given(
     model: str | Path | None, drafter: str | Path | None, method: Method | None
 ) -> None:
-    """Raises ConfigError if a user's model needs a draft head (method is not "none") and has none, or is not there.
+    """Raises ConfigError if a user's model needs a draft head (method is not "none") and has none,
+    or is not there.
 
     Likewise if a method is given with a drafter of the user's own.
     """

@@ -55,7 +55,8 @@ def choose_dtype(requested: str) -> str:
 
 
 def prefill_sizes(config: EngineConfig) -> dict[str, int | bool]:
-    """Fields of `config` with which a server on this device prefills, where nothing else is asked for.
+    """Fields of `config` with which a server on this device prefills, where nothing else is asked
+    for.
 
     A GPU reads all weights for a call of 128 tokens, as for one of 512 or more.
     """
@@ -66,7 +67,8 @@ def prefill_sizes(config: EngineConfig) -> dict[str, int | bool]:
 
 
 def with_prefill_sizes(config: EngineConfig, **given) -> EngineConfig:
-    """The config with the fields `given`, and with those of `prefill_sizes` that are not given or None."""
+    """The config with the fields `given`, and with those of `prefill_sizes` that are not given or
+    None."""
     chosen = {name: value for name, value in given.items() if value is not None}
     return replace(config, **prefill_sizes(replace(config, **chosen)) | chosen)
 
@@ -74,7 +76,8 @@ def with_prefill_sizes(config: EngineConfig, **given) -> EngineConfig:
 def keep_compiled_programs(cache_home: str | None) -> None:
     """Keeps compiled programs on disk, so that the next start compiles nothing.
 
-    Engines keep whole programs (`engine.device.stored_programs`), and jax's persistent cache keeps the others.
+    Engines keep whole programs (`engine.device.stored_programs`), and jax's persistent cache keeps
+    the others.
 
     Args:
       cache_home: the user's cache folder; None is `~/.cache`.
@@ -207,7 +210,8 @@ def run(
 
 
 def compiles_in_children() -> bool:
-    """Whether programs compile in child processes: on GPUs. A CPU compiles small programs on the cores that also serve."""
+    """Whether programs compile in child processes: on GPUs. A CPU compiles small programs on the
+    cores that also serve."""
     return dispatch.platform() == "cuda"
 
 
@@ -218,13 +222,15 @@ def compile_missing(
     only_greedy: bool = False,
     report: Callable[[compilation.Progress], None] = lambda progress: None,
 ) -> None:
-    """`Engine.compile_missing` where programs compile in child processes; elsewhere `Engine.warm_up` compiles them."""
+    """`Engine.compile_missing` where programs compile in child processes; elsewhere
+    `Engine.warm_up` compiles them."""
     if compiles_in_children():
         engine.compile_missing(sizes=sizes, only_greedy=only_greedy, report=report)
 
 
 def warm_up(engine: Engine, *, sizes: Sequence[int] | None = None) -> None:
-    """Compiles (see `Engine.warm_up`), then decodes a few tokens, because first calls allocate memory."""
+    """Compiles (see `Engine.warm_up`), then decodes a few tokens, because first calls allocate
+    memory."""
     compile_missing(engine, sizes=sizes)
     engine.warm_up(sizes=sizes)
     first_rounds(engine)
@@ -239,7 +245,8 @@ def first_rounds(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def compiling(engine: Engine) -> Iterator[None]:
-    """Within the block a thread gets the programs that the engine lacks: on a GPU from child processes.
+    """Within the block a thread gets the programs that the engine lacks: on a GPU from child
+    processes.
 
     The end of the block waits for the one that it compiles or loads.
     """
@@ -309,7 +316,8 @@ def make_engines(
     tokenizer: Tokenizer | None,
     own: Drafter | None = None,
 ) -> dict[str, Engine]:
-    """Plain decoding ("none"), one engine per head and one of an own drafter, all on the same target arrays."""
+    """Plain decoding ("none"), one engine per head and one of an own drafter, all on the same
+    target arrays."""
     engines = {
         method: Engine(target, head, config, tokenizer=tokenizer)
         for method, head in ({"none": None} | heads).items()
@@ -321,7 +329,8 @@ def make_engines(
 
 @dataclass(frozen=True)
 class Difference:
-    """Prompt number and first output position at which a greedy output differs from plain decoding."""
+    """Prompt number and first output position at which a greedy output differs from plain
+    decoding."""
 
     prompt: int
     position: int
@@ -331,8 +340,9 @@ class Difference:
 def find_differences(plain: Engine, reference: Run, other: Run) -> list[Difference]:
     """First difference of every prompt whose outputs differ.
 
-    In bfloat16 a library's matrix product may round J+1 rows differently from one row. There a difference
-    is a tie if plain decoding gives both tokens a log-probability within `TIE_NATS` of the most likely.
+    In bfloat16 a library's matrix product may round J+1 rows differently from one row. There a
+    difference is a tie if plain decoding gives both tokens a log-probability within `TIE_NATS` of
+    the most likely.
     """
     differences = []
     for number, (a, b) in enumerate(zip(reference.completions, other.completions, strict=True)):
@@ -352,7 +362,8 @@ def find_differences(plain: Engine, reference: Run, other: Run) -> list[Differen
 
 
 def _tied(plain: Engine, prefix: list[int], candidates: set[int]) -> bool:
-    """Whether all `candidates` for the token after `prefix` are within `TIE_NATS` of the most likely."""
+    """Whether all `candidates` for the token after `prefix` are within `TIE_NATS` of the most
+    likely."""
     num = min(_TIE_CANDIDATES, plain.config.max_logprobs)
     completion = plain.generate([prefix], SamplingParams(max_tokens=1, logprobs=num))[0]
     top = completion.logprobs[0].top

@@ -1,9 +1,9 @@
 """Sampling controls that change the target's logits: masks, bias, minimum length and penalties.
 
-They are part of the target's law, so speculative decoding stays lossless: row j of a round is adjusted for
-the text that ends in its drafts d_1..d_j, and a forbidden draft has probability 0. The controls
-of a slot are device state, filled once at admission by `fill`, because only the device knows the tokens of
-the calls in flight. docs/serving.md has the definitions and their order.
+They are part of the target's law, so speculative decoding stays lossless: row j of a round is
+adjusted for the text that ends in its drafts d_1..d_j, and a forbidden draft has probability 0. The
+controls of a slot are device state, filled once at admission by `fill`, because only the device
+knows the tokens of the calls in flight. docs/serving.md has the definitions and their order.
 """
 
 from typing import NamedTuple
@@ -16,11 +16,13 @@ from peagle_jax.parallel import vocabulary
 from peagle_jax.sampling_params import MAX_BIAS, MAX_END_IDS
 
 _MOST = 2**15 - 256
-"""Counts of a token stop here: no penalty needs more, and the tokens of a round still fit into int16."""
+"""Counts of a token stop here: no penalty needs more, and the tokens of a round still fit into
+int16."""
 
 
 class Controls(NamedTuple):
-    """Controls of each of S slots. They hold where `RequestParams.adjusts` is set; other slots may be stale."""
+    """Controls of each of S slots. They hold where `RequestParams.adjusts` is set; other slots may
+    be stale."""
 
     # [S, MAX_BIAS] int32, tokens with a bias of their own; out of range: no entry
     bias_ids: jax.Array
@@ -78,7 +80,8 @@ def slot_bytes(vocab_size: int) -> int:
 
 
 def fill(controls: Controls, plan: ControlsPlan) -> Controls:
-    """Writes the controls of one slot and counts its tokens anew, at each admission of a request that has some."""
+    """Writes the controls of one slot and counts its tokens anew, at each admission of a request
+    that has some."""
     place, V = jnp.arange(plan.tokens.shape[0]), controls.counts.shape[1]
     at = lambda chosen: jnp.where(chosen, plan.tokens, V)  # V is out of range: dropped
     output = at((place >= plan.num_prompt) & (place < plan.num_tokens))
@@ -98,7 +101,8 @@ def count_tokens(
     count: jax.Array,
     adjusts: jax.Array | None,
 ) -> Controls | None:
-    """Counts the first `count` [B] of the emitted `tokens` [B, T] in rows whose `adjusts` [B] is set.
+    """Counts the first `count` [B] of the emitted `tokens` [B, T] in rows whose `adjusts` [B] is
+    set.
 
     Without controls there is nothing to count.
     """
@@ -120,9 +124,9 @@ def adjusted(
 ) -> jax.Array:
     """Logits under the controls of their rows; rows without any keep their bits.
 
-    The order: bias, repetition, frequency and presence penalty. Forbidden tokens do not depend on it: those
-    outside of the mask, those with a bias of -inf, and ends before the minimum length. A bias or a minimum
-    length that leaves a row no token of its mask is ignored in that row.
+    The order: bias, repetition, frequency and presence penalty. Forbidden tokens do not depend on
+    it: those outside of the mask, those with a bias of -inf, and ends before the minimum length. A
+    bias or a minimum length that leaves a row no token of its mask is ignored in that row.
 
     Args:
       logits: [B, J+1, V] float32.

@@ -1,6 +1,7 @@
 """The draft head: its weights, and its forward pass over rows of tokens and states.
 
-A row combines the embedding of a token with the target's tapped states. Layer 0 is twice as wide as the others.
+A row combines the embedding of a token with the target's tapped states. Layer 0 is twice as wide as
+the others.
 """
 
 import jax
@@ -29,7 +30,8 @@ class Buffer(nnx.Variable):
 
 
 class FirstLayer(nnx.Module):
-    """Layer 0 ("midlayer" in checkpoints): its attention reads [norm(embedding), norm(hidden)], 2D wide."""
+    """Layer 0 ("midlayer" in checkpoints): its attention reads [norm(embedding), norm(hidden)], 2D
+    wide."""
 
     def __init__(self, config: DrafterConfig, *, dtype, rngs: nnx.Rngs):
         D, eps = config.hidden_size, config.norm_eps
@@ -53,7 +55,8 @@ class FirstLayer(nnx.Module):
 
 
 class DraftHead(nnx.Module):
-    """Weights of a head and its forward pass over rows. The drafter classes below arrange the rows."""
+    """Weights of a head and its forward pass over rows. The drafter classes below arrange the
+    rows."""
 
     def __init__(self, config: DrafterConfig, *, dtype, rngs: nnx.Rngs):
         D, eps = config.hidden_size, config.norm_eps
@@ -135,7 +138,8 @@ class DraftHead(nnx.Module):
         return delta.added_to(h), new_cache
 
     def logits(self, target, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> float32 logits over the draft vocabulary [..., Vd], see `parallel.vocabulary`."""
+        """[..., D] -> float32 logits over the draft vocabulary [..., Vd], see
+        `parallel.vocabulary`."""
         normed = self.norm(hidden)
         if self.lm_head is not None:
             out = self.lm_head(normed, out_dtype=jnp.float32)
@@ -177,7 +181,8 @@ class DraftHead(nnx.Module):
         return (owner.embed if owner.lm_head is None else owner.lm_head).weight[...]
 
     def feedback(self, hidden: jax.Array) -> jax.Array:
-        """The next state in autoregressive drafting: the output, normalised if `norm_output` is set."""
+        """The next state in autoregressive drafting: the output, normalised if `norm_output` is
+        set."""
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def to_target_ids(self, draft_ids: jax.Array) -> jax.Array:

@@ -1,9 +1,10 @@
-"""Drafts of a head: EAGLE-3 with any number of layers, run in parallel (P-EAGLE) or autoregressively.
+"""Drafts of a head: EAGLE-3 with any number of layers, run in parallel (P-EAGLE) or
+autoregressively.
 
-Slot p of the drafter combines the embedding of token x_{p+1} with the target's tapped state g_p, has
-RoPE position p, and predicts x_{p+2} (docs/algorithm.md, "Positions: shift by one"). P-EAGLE appends
-J-1 mask slots, whose token is the mask token and whose state is the learned `mask_hidden`: one pass
-yields all J drafts. EAGLE-3 feeds its output back as the next state: one pass per draft.
+Slot p of the drafter combines the embedding of token x_{p+1} with the target's tapped state g_p,
+has RoPE position p, and predicts x_{p+2} (docs/algorithm.md, "Positions: shift by one"). P-EAGLE
+appends J-1 mask slots, whose token is the mask token and whose state is the learned `mask_hidden`:
+one pass yields all J drafts. EAGLE-3 feeds its output back as the next state: one pass per draft.
 """
 
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,8 @@ from peagle_jax.parallel import partition, vocabulary
 class DraftInputs:
     """Inputs of a drafter: the rows of a call, with tokens shifted by one.
 
-    Row j of sequence b is slot `start[b] + j`. Rows `j < num_real[b]` are real; the last real row holds
-    the newest token.
+    Row j of sequence b is slot `start[b] + j`. Rows `j < num_real[b]` are real; the last real row
+    holds the newest token.
     """
 
     tokens: jax.Array  # [B, T] int32: row j holds the token at position start + j + 1
@@ -63,7 +64,8 @@ class Drafter(Protocol):
     def propose(
         self, target, inputs: DraftInputs, cache: list[LayerCache]
     ) -> tuple[Proposal, list[LayerCache]]:
-        """Drafts after the newest token, `num_draft` (at least 1) per sequence; the updated cache."""
+        """Drafts after the newest token, `num_draft` (at least 1) per sequence; the updated
+        cache."""
 
     def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]) -> list[LayerCache]:
         """The cache after the real rows as `propose` leaves it there, without drafts: K = 0.
@@ -101,7 +103,8 @@ def _keys(inputs: DraftInputs, positions: jax.Array) -> jax.Array:
 def candidate_scores(
     head: DraftHead, target, out: jax.Array, logits: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Candidates of J drafts and how well each follows each of those before, by the head's selector.
+    """Candidates of J drafts and how well each follows each of those before, by the head's
+    selector.
 
     Args:
       out: [B, J, D], output of the layers; logits: [B, J, Vd].
@@ -115,7 +118,8 @@ def candidate_scores(
 def _scored(
     head: DraftHead, target, tables: Tables | None, out, logits
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `candidate_scores`, and the best candidates [B, J] given those before; `out` may have more rows."""
+    """As `candidate_scores`, and the best candidates [B, J] given those before; `out` may have more
+    rows."""
     J = logits.shape[1]
     if tables is None:
         draft_ids, scores = candidate_scores(head, target, out[:, :J], logits)
@@ -156,7 +160,8 @@ def _select(
 
 
 def _absorb(head: DraftHead, target, inputs: DraftInputs, cache: list[LayerCache]):
-    """`Drafter.absorb` of a head. XLA drops what only the unused output needs: the last layer's MLP."""
+    """`Drafter.absorb` of a head. XLA drops what only the unused output needs: the last layer's
+    MLP."""
     positions = inputs.start[:, None] + jnp.arange(inputs.tokens.shape[1])
     attend = PagedAttention(inputs.page_table, inputs.slots, positions)
     hidden = head.fuse(inputs.taps)
@@ -182,9 +187,10 @@ class ParallelDrafter:
     def propose(self, target, inputs: DraftInputs, cache: list[LayerCache]):
         """Example: T = 4, J = 3 and num_real = 2 give the rows [real, real, mask, mask, pad, pad].
 
-        Row 1 holds the newest token and predicts draft 1; rows 2 and 3 predict drafts 2 and 3. Padding
-        rows are mask rows after the chain: causal attention hides them from the rows before, and the next
-        round overwrites their keys and values. The last row is repeated where products would pad.
+        Row 1 holds the newest token and predicts draft 1; rows 2 and 3 predict drafts 2 and 3.
+        Padding rows are mask rows after the chain: causal attention hides them from the rows
+        before, and the next round overwrites their keys and values. The last row is repeated where
+        products would pad.
         """
         (B, T), J = inputs.tokens.shape, self.num_draft
         rows = jnp.minimum(jnp.arange(whole_rows(B, T + J - 1)), T + J - 2)
@@ -215,7 +221,8 @@ class ParallelDrafter:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AutoregressiveDrafter:
-    """EAGLE-3: one pass over the real rows, then J-1 passes of one row (docs/algorithm.md, "One round")."""
+    """EAGLE-3: one pass over the real rows, then J-1 passes of one row (docs/algorithm.md, "One
+    round")."""
 
     head: DraftHead
     num_draft: int = field(metadata=dict(static=True))
@@ -260,10 +267,12 @@ def with_num_draft(drafter: Drafter | None, num_draft: int) -> Drafter | None:
 def make_drafter(
     head: DraftHead, num_draft: int, sampling: Sampling, *, selector: bool = True, target=None
 ) -> Drafter:
-    """The drafter of a head, by its config's `method`. `selector` False ignores the head's selector.
+    """The drafter of a head, by its config's `method`. `selector` False ignores the head's
+    selector.
 
-    Call it again after the weights change: it computes P-EAGLE's `mask_state` once, and with a `target` the
-    selector's tables, 2 Vd r numbers. Without them each round multiplies what its edges need, as several devices do.
+    Call it again after the weights change: it computes P-EAGLE's `mask_state` once, and with a
+    `target` the selector's tables, 2 Vd r numbers. Without them each round multiplies what its
+    edges need, as several devices do.
     """
     if head.config.method != "peagle":
         return AutoregressiveDrafter(head, num_draft, sampling)

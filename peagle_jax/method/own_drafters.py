@@ -1,7 +1,9 @@
-"""Drafters of the user's own: `Engine(..., drafter=mine, taps=, cache=)` and `--drafter module:Class`.
+"""Drafters of the user's own: `Engine(..., drafter=mine, taps=, cache=)` and `--drafter
+module:Class`.
 
-A drafter is a dataclass as `drafter.Drafter` says. `Class.load(target, config)` makes the one of a command line. Its
-attributes `taps` and `cache`, where it has them, are the defaults of the engine's arguments.
+A drafter is a dataclass as `drafter.Drafter` says. `Class.load(target, config)` makes the one of a
+command line. Its attributes `taps` and `cache`, where it has them, are the defaults of the engine's
+arguments.
 """
 
 import re
@@ -32,8 +34,8 @@ def load_own(
 ) -> "Drafter | None":
     """The drafter that `module:Class` names; None where a folder or nothing is named.
 
-    The module is found as any other is, and at last in the working folder: nothing there hides another module.
-    Processes that compile search the same folders.
+    The module is found as any other is, and at last in the working folder: nothing there hides
+    another module. Processes that compile search the same folders.
 
     Raises:
       ConfigError: there is no such module or class, or it fails; the message has its error.

@@ -1,17 +1,17 @@
 """Inputs of one device call, in fixed shapes: one row per request. No jax here.
 
-The scheduler fills a plan with numpy arrays, `engine.device.transfer` copies it to the device, and the step
-reads the same fields there. A NamedTuple is a pytree without being registered, so this file serves both
-sides. Padding rows have the dummy slot `max_num_seqs`, the dummy page 0 and count 0. Axis letters are
-defined in docs/architecture.md.
+The scheduler fills a plan with numpy arrays, `engine.device.transfer` copies it to the device, and
+the step reads the same fields there. A NamedTuple is a pytree without being registered, so this
+file serves both sides. Padding rows have the dummy slot `max_num_seqs`, the dummy page 0 and count
+0. Axis letters are defined in docs/architecture.md.
 
-A call may also have a mask: int32 [B, K+1, mask_words(V)] for a round and [R, 1, mask_words(V)] for prefill,
-a numpy array beside the plan. Bit t % 32 (the least significant first) of word t // 32 allows token t, the
-layout of llguidance and xgrammar. Row j of a round constrains the token after drafts d_1..d_j. A mask holds
-for the rows whose `constrained` is 1. There every word must be set, all ones (-1) where anything is allowed,
-also behind a draft that the row before forbids: such rows are computed and never used. A row of zeros that is
-used fails its request. Masks lie in device memory between calls, and only a call with a constrained row
-sends one.
+A call may also have a mask: int32 [B, K+1, mask_words(V)] for a round and [R, 1, mask_words(V)] for
+prefill, a numpy array beside the plan. Bit t % 32 (the least significant first) of word t // 32
+allows token t, the layout of llguidance and xgrammar. Row j of a round constrains the token after
+drafts d_1..d_j. A mask holds for the rows whose `constrained` is 1. There every word must be set,
+all ones (-1) where anything is allowed, also behind a draft that the row before forbids: such rows
+are computed and never used. A row of zeros that is used fails its request. Masks lie in device
+memory between calls, and only a call with a constrained row sends one.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,8 @@ class RequestParams(NamedTuple):
 
 
 def greedy_only(params: RequestParams) -> RequestParams:
-    """The parameters of a round whose requests are all greedy, want no logprobs and have no controls.
+    """The parameters of a round whose requests are all greedy, want no logprobs and have no
+    controls.
 
     All others are None. The program of such a round has no branches, see `step.speculative_step`.
     """
@@ -43,7 +44,8 @@ def greedy_only(params: RequestParams) -> RequestParams:
 
 
 class PrefillPlan(NamedTuple):
-    """One prefill call: a chunk of up to T tokens for each of R rows (`engine.host.prefill_shapes`)."""
+    """One prefill call: a chunk of up to T tokens for each of R rows
+    (`engine.host.prefill_shapes`)."""
 
     slots: Array  # [R] int32
     tokens: Array  # [R, T] int32, 0 after count
@@ -56,7 +58,8 @@ class PrefillPlan(NamedTuple):
 
 
 class DecodePlan(NamedTuple):
-    """One round over a batch bucket of B rows. Without constrained and timed rows the last three may be None."""
+    """One round over a batch bucket of B rows. Without constrained and timed rows the last three
+    may be None."""
 
     slots: Array  # [B] int32
     page_table: Array  # [B, W] int32
@@ -65,12 +68,13 @@ class DecodePlan(NamedTuple):
     forced: Array
     """[B, K] int32: drafts to verify in place of the drafter's; -1 keeps the drafter's."""
     newest: Array | None = None
-    """[B] int32: of a row that runs over the dummy slot to be timed, the token that it reads in place of the
-    sequence's newest; it verifies all its drafts. -1 in all other rows."""
+    """[B] int32: of a row that runs over the dummy slot to be timed, the token that it reads in
+    place of the sequence's newest; it verifies all its drafts. -1 in all other rows."""
 
 
 class ControlsPlan(NamedTuple):
-    """Sampling controls of one request, for `adjust.fill`: sent when a request that has some is admitted."""
+    """Sampling controls of one request, for `adjust.fill`: sent when a request that has some is
+    admitted."""
 
     slot: Array  # [] int32
     tokens: Array  # [max_model_len] int32, prompt and output

@@ -19,7 +19,8 @@ def speculative_rounds(
 ) -> tuple[step.State, step.StepOutput]:
     """`repeat` rounds, one after the other, of a plan without constrained rows.
 
-    From the second round on all K drafts are verified, because the round before made them in the same call.
+    From the second round on all K drafts are verified, because the round before made them in the
+    same call.
 
     Args:
       models: returns target and drafter. It is called in the loop's body, see `Devices.leaves`.

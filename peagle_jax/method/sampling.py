@@ -19,8 +19,9 @@ from peagle_jax.parallel import partition, vocabulary
 _PROPOSE, _ACCEPT, _EMIT = 0, 1, 2
 
 _BITS, _PASSES = 2, 15
-"""Bits of a cutoff that each pass over the vocabulary finds, and the number of these passes. The first pass finds one bit;
-the sign is 0. More bits: fewer passes, with more sums. Two are the fastest on an H200."""
+"""Bits of a cutoff that each pass over the vocabulary finds, and the number of these passes. The
+first pass finds one bit; the sign is 0. More bits: fewer passes, with more sums. Two are the
+fastest on an H200."""
 _INFINITY = 0x7F800000
 """The bits of infinity."""
 _NO_COUNT = 2**31 - 1
@@ -75,8 +76,8 @@ def accept_uniforms(keys: jax.Array, positions: jax.Array) -> jax.Array:
 def block_uniforms(keys: jax.Array, positions: jax.Array, newest: jax.Array) -> jax.Array:
     """`accept_uniforms` of a block of drafts after a text whose newest token is at `newest` [B].
 
-    How a block ends depends on the uniforms of all its drafts, also of those after the end. A later round
-    tests drafts at these positions again, so it needs uniforms of its own.
+    How a block ends depends on the uniforms of all its drafts, also of those after the end. A later
+    round tests drafts at these positions again, so it needs uniforms of its own.
     """
     return jax.vmap(jax.vmap(jax.random.uniform))(_after(_keys(keys, positions, _ACCEPT), newest))
 
@@ -101,7 +102,8 @@ def token_logprobs(
       tokens: [...] int32.
       num_top: n.
     Returns:
-      Of the tokens [...] float32; ids int32 and log-probabilities float32 of the likeliest, each [..., n].
+      Of the tokens [...] float32; ids int32 and log-probabilities float32 of the likeliest, each
+      [..., n].
     """
 
     logprobs = vocabulary.log_softmax(logits)
@@ -140,8 +142,9 @@ def _scaled(logits: jax.Array, temperature: jax.Array) -> jax.Array:
 def _inverse(temperature: jax.Array) -> jax.Array:
     """1 / temperature, 1 for greedy rows.
 
-    XLA divides whole rows by their temperatures with a product like this, but divides single tokens. The
-    two differ by rounding: the token at the cutoff would then lie below it and lose its probability.
+    XLA divides whole rows by their temperatures with a product like this, but divides single
+    tokens. The two differ by rounding: the token at the cutoff would then lie below it and lose its
+    probability.
     """
     normal = jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)  # the inverse is finite
     return 1.0 / jnp.where(temperature > 0, normal, 1.0)
@@ -154,11 +157,13 @@ def cutoffs(
     top_p: jax.Array,
     min_p: jax.Array,
 ) -> jax.Array:
-    """The `cutoff` of `probabilities`: the least scaled logit after temperature, top-k, top-p and min-p.
+    """The `cutoff` of `probabilities`: the least scaled logit after temperature, top-k, top-p and
+    min-p.
 
-    Top-p keeps the least number of most likely tokens whose probability, among all tokens that top-k keeps,
-    is at least top_p. Ties with the last token are all kept by both. A kernel reads a row that filters once; without
-    one every row is read 16 times for each filter: call it only if some row filters.
+    Top-p keeps the least number of most likely tokens whose probability, among all tokens that
+    top-k keeps, is at least top_p. Ties with the last token are all kept by both. A kernel reads a
+    row that filters once; without one every row is read 16 times for each filter: call it only if
+    some row filters.
 
     Args:
       logits: [..., V].
@@ -178,11 +183,13 @@ def cutoffs(
 
 
 def _limits(below: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """As `filters.cutoffs`, from how far tokens lie `below` the likeliest one [..., V]; also on several devices."""
+    """As `filters.cutoffs`, from how far tokens lie `below` the likeliest one [..., V]; also on
+    several devices."""
     at_most = jnp.where(top_k > 0, top_k, _NO_COUNT)
     limit = _least_with(below, jnp.ones_like(below, jnp.int32), lambda _: at_most)
-    # The dropped tokens go to infinity, where their weights are 0. If only the weights changed, both filters
-    # would begin with the same masks, and XLA would store these instead of computing them in each sum.
+    # The dropped tokens go to infinity, where their weights are 0. If only the weights changed,
+    # both filters would begin with the same masks, and XLA would store these instead of computing
+    # them in each sum.
     below = jnp.where(below <= limit[..., None], below, jnp.inf)
     mass = lambda total: jnp.where(top_p < 1.0, top_p * total, jnp.inf)
     return jnp.minimum(limit, _least_with(below, jnp.exp(-below), mass))
@@ -193,14 +200,14 @@ def _least_with(
 ) -> jax.Array:
     """The least limit of each row such that the weights of the values up to it add up to the goal.
 
-    The bits of floats that are not negative are ordered as the floats. So the limit's bits are found from
-    the highest, two in each pass: their number is how many of the sums up to the possible limits miss the
-    goal. On a CPU the passes are a loop, which compiles in a third of the time. Elsewhere they are not: a CUDA graph cannot
-    contain a loop.
+    The bits of floats that are not negative are ordered as the floats. So the limit's bits are
+    found from the highest, two in each pass: their number is how many of the sums up to the
+    possible limits miss the goal. On a CPU the passes are a loop, which compiles in a third of the
+    time. Elsewhere they are not: a CUDA graph cannot contain a loop.
 
-    In one pass all sums are added in the same order, so rounding keeps them monotone in the limit, and none
-    exceeds the total. Between passes XLA may choose another order. A sum whose rounding then differs
-    moves the limit by as much probability, and does no other harm.
+    In one pass all sums are added in the same order, so rounding keeps them monotone in the limit,
+    and none exceeds the total. Between passes XLA may choose another order. A sum whose rounding
+    then differs moves the limit by as much probability, and does no other harm.
 
     Args:
       values: [..., V] float32, not negative. NaN is above infinity.
@@ -247,8 +254,8 @@ def probabilities(
     Args:
       logits: [..., V].
       temperature: broadcastable to [...]; 0 gives a one-hot row at the argmax.
-      cutoff: [...], the least scaled logit that the filters keep, from `cutoffs`; ties are all kept.
-        None: no filter.
+      cutoff: [...], the least scaled logit that the filters keep, from `cutoffs`; ties are all
+        kept. None: no filter.
     Returns:
       [..., V] float32 rows that sum to 1.
     """
@@ -267,8 +274,8 @@ def probability_of(
     Args:
       logits: [..., V].
       tokens: [...] int32.
-      temperature, cutoff: as in `probabilities`. At temperature 0 every token that ties for the largest
-        logit has probability 1.
+      temperature, cutoff: as in `probabilities`. At temperature 0 every token that ties for the
+        largest logit has probability 1.
     Returns:
       [...] float32.
     """

@@ -1,19 +1,20 @@
 """The selector: chooses each parallel draft in view of the draft before it.
 
-A P-EAGLE head predicts all drafts of a round at once, so draft d does not see draft d-1. The right token is
-often among the head's candidates and not at their top. The selector scores pairs of candidates: with a
-the draft at d-1 and b among the C = 16 most likely tokens at d,
+A P-EAGLE head predicts all drafts of a round at once, so draft d does not see draft d-1. The right
+token is often among the head's candidates and not at their top. The selector scores pairs of
+candidates: with a the draft at d-1 and b among the C = 16 most likely tokens at d,
 
     S_d(b | a) = logit_d(b) + edge_d(a, b)
     edge_d(a, b) = < out silu(previous e(a) + hidden h_d), u(b) > / sqrt(D)
 
-where e is the embedding, h_d the head's normed state, and u(b) the row of b in the head's unembedding. Draft 1
-sees the token before it, so it has no edge. Draft d is the argmax of S_d, or a draw from softmax(S_d / T).
+where e is the embedding, h_d the head's normed state, and u(b) the row of b in the head's
+unembedding. Draft 1 sees the token before it, so it has no edge. Draft d is the argmax of S_d, or a
+draw from softmax(S_d / T).
 
-All C x C pairs of all drafts are scored in parallel. So is the best b for every a, with one Gumbel noise
-per b when drafts are sampled: what remains of the walk from draft to draft is J-1 lookups of one number.
-The law of draft d given the drafts before it is softmax(S_d / T) over C tokens, and verification gets this
-law. So the output keeps the target's law whatever the selector has learned.
+All C x C pairs of all drafts are scored in parallel. So is the best b for every a, with one Gumbel
+noise per b when drafts are sampled: what remains of the walk from draft to draft is J-1 lookups of
+one number. The law of draft d given the drafts before it is softmax(S_d / T) over C tokens, and
+verification gets this law. So the output keeps the target's law whatever the selector has learned.
 """
 
 import math
@@ -38,7 +39,8 @@ _CHUNK = 8192
 
 
 class Tables(NamedTuple):
-    """What the edges need of each token, by draft id. With the tables an edge needs no product in D."""
+    """What the edges need of each token, by draft id. With the tables an edge needs no product in
+    D."""
 
     before: jax.Array  # [Vd, r], `previous e(a)`
     after: jax.Array  # [Vd, r], `out^T u(b)`
@@ -103,9 +105,11 @@ def _precision(x: jax.Array):
 
 
 def candidates(logits: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
-    """Ids [..., C] int32 and logits [..., C] float32 of the likeliest tokens, largest first, as `top` orders them.
+    """Ids [..., C] int32 and logits [..., C] float32 of the likeliest tokens, largest first, as
+    `top` orders them.
 
-    With several devices each finds the likeliest of its columns [..., w], and all choose among these.
+    With several devices each finds the likeliest of its columns [..., w], and all choose among
+    these.
     """
     count, width = min(CANDIDATES, vocab_size), logits.shape[-1]
     ids, values = top(logits, min(count, width))
@@ -128,8 +132,8 @@ def sampled_walk(
 ) -> tuple[jax.Array, jax.Array]:
     """Draws each candidate from softmax(S / T), given the one before.
 
-    The noise of a candidate is the same after every a. Only one a is taken, so the draw has the law of its
-    row.
+    The noise of a candidate is the same after every a. Only one a is taken, so the draw has the law
+    of its row.
 
     Args:
       scores: [B, J, C, C], S of candidate b (last axis) after candidate a.

@@ -2,11 +2,11 @@
 
     target on [B, J+1] rows -> accept -> drafter on [B, 2J] rows -> the next J drafts
 
-Both functions are pure: `(target, drafter, state, plan) -> (state, output)`. The target, the drafter
-and the acceptance rule are arguments. The engine compiles the round once per batch bucket, with the
-state donated. A round has a K of its own, the drafter's `num_draft`, at most the J drafts that the state
-has room for. K = 0 is plain decoding: without a drafter, or with one that only writes its cache, so that
-a later round can draft again.
+Both functions are pure: `(target, drafter, state, plan) -> (state, output)`. The target, the
+drafter and the acceptance rule are arguments. The engine compiles the round once per batch bucket,
+with the state donated. A round has a K of its own, the drafter's `num_draft`, at most the J drafts
+that the state has room for. K = 0 is plain decoding: without a drafter, or with one that only
+writes its cache, so that a later round can draft again.
 
 Invariant between rounds, for a sequence with tokens x_0..x_c: `length` = c, the target's and the
 drafter's cache hold positions 0..c-1, `last_token` = x_c is not in the cache yet, and `drafts` are
@@ -37,7 +37,8 @@ AcceptRule = Callable[..., Verdict]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """Device state between calls, one row per slot; S = max_num_seqs + 1, the last slot is a dummy."""
+    """Device state between calls, one row per slot; S = max_num_seqs + 1, the last slot is a
+    dummy."""
 
     target_cache: list[LayerCache]
     drafter_cache: list[LayerCache]
@@ -118,8 +119,8 @@ def pack_output(
 def _signed_count(verdict: Verdict) -> jax.Array:
     """[B] int32: number of emitted tokens, or -1 - n if only the first n come from finite logits.
 
-    Example: finite = [True, False, True]. Count 1 stays 1, because row 1 emits no token; counts 2 and 3
-    become -2.
+    Example: finite = [True, False, True]. Count 1 stays 1, because row 1 emits no token; counts 2
+    and 3 become -2.
     """
     if verdict.finite is None:
         return verdict.count
@@ -128,7 +129,8 @@ def _signed_count(verdict: Verdict) -> jax.Array:
 
 
 def _draft(target, drafter: Drafter, state: State, inputs: DraftInputs) -> tuple[State, jax.Array]:
-    """Runs the drafter over the rows of a call. Stores its drafts in the state; returns them, [B, K]."""
+    """Runs the drafter over the rows of a call. Stores its drafts in the state; returns them, [B,
+    K]."""
     K = drafter.num_draft
     if K == 0:
         cache = absorbed(drafter, target, inputs, state.drafter_cache)
@@ -163,7 +165,8 @@ def _no_drafts(slots: jax.Array) -> jax.Array:
 def _stored_drafts(
     state: State, plan: DecodePlan, num_draft: int
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Drafts [B, K] of a round with the plan's forced ones, and the law [B, K, V] that sampled ones have."""
+    """Drafts [B, K] of a round with the plan's forced ones, and the law [B, K, V] that sampled ones
+    have."""
     drafts = state.drafts[plan.slots, :num_draft]
     if plan.forced is None:
         return drafts, None  # a round without constrained rows, for argmax drafts only
@@ -236,7 +239,8 @@ def finish_round(
     inputs: RoundInputs,
     verified: Verified,
 ) -> tuple[State, jax.Array]:
-    """Advances the sequences by the emitted tokens. Returns the state and the next drafts [B, K]."""
+    """Advances the sequences by the emitted tokens. Returns the state and the next drafts [B,
+    K]."""
     verdict = verified.verdict
     last = jnp.take_along_axis(verdict.tokens, verdict.count[:, None] - 1, axis=1)[:, 0]
     state = _advance(state, plan.slots, inputs.start + verdict.count, last)
@@ -273,23 +277,24 @@ def speculative_step(
     """One round: verify the stored drafts, emit 1..K+1 tokens per sequence, draft the next K.
 
     Example with K = 3 and two accepted drafts: the target's input is [x_c, d1, d2, d3] at positions
-    c..c+3; the verdict is [d1, d2, n, .] with count 3; the drafter's input is
-    [d1, d2, n, mask, mask, pad] at slots c..c+5, and its rows 2, 3, 4 predict the next three drafts.
+    c..c+3; the verdict is [d1, d2, n, .] with count 3; the drafter's input is [d1, d2, n, mask,
+    mask, pad] at slots c..c+5, and its rows 2, 3, 4 predict the next three drafts.
 
-    Stale drafts (`plan.pending`) are not verified. They follow an older text, so they are rarely right. A
-    drafter that draws all drafts of a position with one random key would even change the law: the text may
-    have taken a later draft for the position of a stale one, and the two are not independent.
+    Stale drafts (`plan.pending`) are not verified. They follow an older text, so they are rarely
+    right. A drafter that draws all drafts of a position with one random key would even change the
+    law: the text may have taken a later draft for the position of a stale one, and the two are not
+    independent.
 
-    A batch of greedy requests without logprobs and controls needs no branch. Its round is compiled with
-    `plan.greedy_only` parameters, without controls, and with a plan without constrained rows.
+    A batch of greedy requests without logprobs and controls needs no branch. Its round is compiled
+    with `plan.greedy_only` parameters, without controls, and with a plan without constrained rows.
 
     Args:
       target: model with the signature of `models.Decoder`.
       drafter: see `drafter.Drafter`; its `num_draft` is K. None is plain decoding.
       state: donated by the engine.
       plan: B slots; padding rows have the dummy slot and the dummy page.
-      mask: [B, K+1, mask_words(V)] int32, allowed tokens of the constrained rows (see `plan`); None if no
-        plan has a constrained row.
+      mask: [B, K+1, mask_words(V)] int32, allowed tokens of the constrained rows (see `plan`); None
+        if no plan has a constrained row.
       taps: the drafter's tap ids.
       max_logprobs: n, alternatives per token.
       accept: acceptance rule with the signature of `verify.verify`.
@@ -319,10 +324,11 @@ def prefill(
     accept: AcceptRule = verify,
     scores: bool = False,
 ) -> tuple[State, StepOutput]:
-    """Prefills one chunk per row. The last chunk of a prompt also emits the first token, and drafts.
+    """Prefills one chunk per row. The last chunk of a prompt also emits the first token, and
+    drafts.
 
-    The drafter prefills the same positions. Its slot p needs x_{p+1}: the next token of the chunk, at
-    the chunk's end `plan.next_token`, and at the prompt's end the token just sampled.
+    The drafter prefills the same positions. Its slot p needs x_{p+1}: the next token of the chunk,
+    at the chunk's end `plan.next_token`, and at the prompt's end the token just sampled.
 
     Args:
       scores: whether to report log-probabilities of the prompt's tokens; other arguments as in

@@ -1,10 +1,11 @@
-"""Lossless speculative sampling: acceptance, residual and bonus (docs/algorithm.md, "The acceptance rule").
+"""Lossless speculative sampling: acceptance, residual and bonus (docs/algorithm.md, "The acceptance
+rule").
 
-Drafts are [B, J]; p_j is the target's distribution at row j and q_j the drafter's. Draft d at row j is
-accepted with probability min(1, p_j(d) / q_j(d)). The first rejected draft is replaced by a sample from
-max(p_j - q_j, 0); if all are accepted, a bonus token is sampled from p_J. Rows past a request's own
-number of drafts have q = 0, so their residual is p: rejection and bonus are one case. The output has
-exactly the target's distribution.
+Drafts are [B, J]; p_j is the target's distribution at row j and q_j the drafter's. Draft d at row j
+is accepted with probability min(1, p_j(d) / q_j(d)). The first rejected draft is replaced by a
+sample from max(p_j - q_j, 0); if all are accepted, a bonus token is sampled from p_J. Rows past a
+request's own number of drafts have q = 0, so their residual is p: rejection and bonus are one case.
+The output has exactly the target's distribution.
 """
 
 from collections.abc import Callable
@@ -37,8 +38,9 @@ class Verdict(NamedTuple):
     Attributes:
       tokens: [B, J+1] int32; only the first `count` of a row are valid.
       count: [B] int32 in 1..J+1: number of accepted drafts + 1.
-      finite: [B, J+1] bool, whether the row's largest logit is finite: False for a row that contains NaN
-        or +inf, and for a row of -inf only. The token of such a row is undefined. None: not computed.
+      finite: [B, J+1] bool, whether the row's largest logit is finite: False for a row that
+        contains NaN or +inf, and for a row of -inf only. The token of such a row is undefined.
+        None: not computed.
     """
 
     tokens: jax.Array
@@ -104,7 +106,8 @@ def verify_sampled(
     uniforms: jax.Array,
     keys: jax.Array,
 ) -> Verdict:
-    """The general rule. It needs p of each draft, and the full distribution of one row per sequence.
+    """The general rule. It needs p of each draft, and the full distribution of one row per
+    sequence.
 
     Args:
       p_draft: [B, J] float32, the target's probability of each draft.
@@ -137,7 +140,8 @@ def verify_sampled(
 
 
 class Block(NamedTuple):
-    """Distribution of the end of a block of J drafts: after i drafts with `chance`, then a token of `residual`."""
+    """Distribution of the end of a block of J drafts: after i drafts with `chance`, then a token of
+    `residual`."""
 
     # [B, J+1] float32, probability that the block ends after i drafts if it ends after no later one
     chance: jax.Array
@@ -149,8 +153,8 @@ def block_law(p: jax.Array, drafts: jax.Array, q: jax.Array, num_draft: jax.Arra
     """The law of block verification (Sun and others, arXiv 2403.10444).
 
     With r_0 = 1 and r_i = min(1, r_{i-1} p_i(d_i) / q_i(d_i)), the residual after i drafts is
-    max(r_i p_{i+1} - q_{i+1}, 0). Z_i is its sum, and the chance of i drafts is Z_i / (Z_i + 1 - r_i). Where no
-    draft follows, q is 0 and the chance is r_i.
+    max(r_i p_{i+1} - q_{i+1}, 0). Z_i is its sum, and the chance of i drafts is Z_i / (Z_i + 1 -
+    r_i). Where no draft follows, q is 0 and the chance is r_i.
 
     Args:
       p: [B, J+1, V], the target's distributions.
@@ -170,8 +174,8 @@ def block_law(p: jax.Array, drafts: jax.Array, q: jax.Array, num_draft: jax.Arra
     following = jnp.pad(jnp.where(is_draft[..., None], q, 0.0), ((0, 0), (0, 1), (0, 0)))
     residual = jnp.maximum(r[..., None] * p - following, 0.0)
     Z = vocabulary.total(residual)
-    # Z is 0 where p is 0 at the draft, or where p and q are equal. Then r_{i+1} is r_i, and the chances of later
-    # drafts decide.
+    # Z is 0 where p is 0 at the draft, or where p and q are equal. Then r_{i+1} is r_i, and the
+    # chances of later drafts decide.
     chance = jnp.where(Z > 0, Z / jnp.where(Z > 0, Z + 1 - r, 1.0), 0.0)
     is_end = jnp.arange(J + 1) <= num_draft[:, None]
     return Block(jnp.where(is_end, chance, 0.0).at[:, 0].set(1.0), residual)
@@ -185,10 +189,12 @@ def verify_block(
     uniforms: jax.Array,
     keys: jax.Array,
 ) -> Verdict:
-    """Block verification: keeps the most drafts i whose uniform is below their chance (`block_law`).
+    """Block verification: keeps the most drafts i whose uniform is below their chance
+    (`block_law`).
 
-    The emitted tokens have the target's law, as with `verify_sampled`, and the expected number of accepted
-    drafts is never lower: a draft that the target prefers makes up for one before it that it does not.
+    The emitted tokens have the target's law, as with `verify_sampled`, and the expected number of
+    accepted drafts is never lower: a draft that the target prefers makes up for one before it that
+    it does not.
 
     Args:
       p: [B, J+1, V], the target's distributions. The others are those of `verify_sampled`.
@@ -223,8 +229,8 @@ def verify(
     """The engine's acceptance rule, for batches that mix greedy and sampled rows.
 
     The general rule runs only if some row has a temperature above 0. Cutoffs are searched only if a
-    row with a temperature also has top-k, top-p or min-p. Logits are adjusted only if some row asks for
-    it; the other rows of such a batch keep their logits and their bits. Without temperatures
+    row with a temperature also has top-k, top-p or min-p. Logits are adjusted only if some row asks
+    for it; the other rows of such a batch keep their logits and their bits. Without temperatures
     (`plan.greedy_only`) there is no branch.
 
     Args:
@@ -234,8 +240,8 @@ def verify(
       positions: [B, J+1] int32, positions of the predicted tokens.
       params: one row per sequence.
       adjustments: controls and masks of the sequences; None: no sequence has any.
-      in_blocks: verify sampled drafts by `verify_block`. Greedy rows, and drafts without `draft_probs`,
-        have one rule.
+      in_blocks: verify sampled drafts by `verify_block`. Greedy rows, and drafts without
+        `draft_probs`, have one rule.
     """
     best, value = largest(logits)
     is_finite = jnp.isfinite(value)
@@ -284,7 +290,8 @@ def _laws(
     params: RequestParams,
     in_blocks: bool,
 ) -> tuple[Callable[[], Verdict], ...]:
-    """The three branches of `verify` over logits with argmax `best` [B, J+1]: greedy, unfiltered, filtered."""
+    """The three branches of `verify` over logits with argmax `best` [B, J+1]: greedy, unfiltered,
+    filtered."""
 
     def greedy():
         return _greedy(best, drafts, params.num_draft)
@@ -309,8 +316,8 @@ def _laws(
             jnp.where(is_greedy, exact.count, drawn.count),
         )
 
-    # The barriers hide the constant cutoff, so both branches compile to identical arithmetic. Without
-    # them a request's bits would depend on whether another request of the batch filters.
+    # The barriers hide the constant cutoff, so both branches compile to identical arithmetic.
+    # Without them a request's bits would depend on whether another request of the batch filters.
     def unfiltered():
         return mixed(lax.optimization_barrier(jnp.full(logits.shape[:-1], -jnp.inf)))
 

@@ -1,4 +1,5 @@
-"""A child process for work that may take any time or memory, such as a program of a model's author or of a client.
+"""A child process for work that may take any time or memory, such as a program of a model's author
+or of a client.
 
     parent: BoundedProcess.ask(question) -- one line of JSON --> child: answer_all(answer, ...)
                                          <-- one line of JSON --
@@ -24,8 +25,8 @@ from peagle_jax.errors import ConfigError
 from peagle_jax.text import child_python
 
 _SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals of other processes, or of the kernel when memory is short. The limits of a child end it by SIGXCPU,
-SIGABRT or SIGSEGV instead."""
+"""Signals of other processes, or of the kernel when memory is short. The limits of a child end it
+by SIGXCPU, SIGABRT or SIGSEGV instead."""
 
 
 class UnavailableError(ConfigError):
@@ -45,12 +46,14 @@ class _KilledError(Exception):
 
 
 class BoundedProcess:
-    """A child process, started at the first question and again after its end. It answers one question at a time.
+    """A child process, started at the first question and again after its end. It answers one
+    question at a time.
 
     Args:
       what: name of the process, for messages.
       command: starts it, see `child_python.command`.
-      seconds: maximum time of an answer on a busy machine, including the start. The child limits its processor time.
+      seconds: maximum time of an answer on a busy machine, including the start. The child limits
+        its processor time.
       greeting: returns the first message after each start; None: there is none.
     """
 

@@ -2,8 +2,8 @@
 
     python -m peagle_jax.text.chat_templates
 
-A template is a program of the model's author: it can loop for hours, or make a text of any size. All `Tokenizer`s of
-a process share one such process.
+A template is a program of the model's author: it can loop for hours, or make a text of any size.
+All `Tokenizer`s of a process share one such process.
 """
 
 import atexit
@@ -52,11 +52,12 @@ class ChatTemplate:
         """The text of a chat.
 
         Args:
-          arguments: of transformers' function that applies a chat template, and variables of the template.
+          arguments: of transformers' function that applies a chat template, and variables of the
+            template.
 
         Raises:
-          ConfigError: there is no template, it rejects the chat, or it exceeds a limit. `UnavailableError` is
-            another reason.
+          ConfigError: there is no template, it rejects the chat, or it exceeds a limit.
+            `UnavailableError` is another reason.
         """
         chat = {"messages": list(messages), "arguments": dict(arguments)}
         return self._ask(chat | {"seconds": SECONDS})

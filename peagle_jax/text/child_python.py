@@ -1,12 +1,13 @@
-"""How this process starts another one of the same interpreter that runs a module of this project."""
+"""How this process starts another one of the same interpreter that runs a module of this
+project."""
 
 import os
 import sys
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command of a child. It imports nothing from the folder that it starts in (-P): what lies there may be
-    another version of this code, or belong to somebody else."""
+    """The command of a child. It imports nothing from the folder that it starts in (-P): what lies
+    there may be another version of this code, or belong to somebody else."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 

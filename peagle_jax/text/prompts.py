@@ -21,8 +21,8 @@ from peagle_jax.sampling_params import SamplingParams
 class Prompt:
     """One prompt.
 
-    `name` is its id in the file, or `where`; `where` is its file and line, or its number; `options` are
-    its own SamplingParams fields.
+    `name` is its id in the file, or `where`; `where` is its file and line, or its number; `options`
+    are its own SamplingParams fields.
     """
 
     name: str
@@ -72,8 +72,8 @@ def prompt_of(row, where: str) -> Prompt:
         raise ConfigError(f"{where}: a row must be a JSON object")
     if "task_id" in row:
         name, text, options = str(row["task_id"]), row.get("prompt"), {}
-        # HumanEval prompts end in a newline. Tokenizers merge a newline with the indentation after it, so
-        # training text never stops there, and a model would end the text at once.
+        # HumanEval prompts end in a newline. Tokenizers merge a newline with the indentation after
+        # it, so training text never stops there, and a model would end the text at once.
         text = text.rstrip() if isinstance(text, str) else text
     elif "question_id" in row:
         turns = row.get("turns")
@@ -172,7 +172,8 @@ def from_files_or_texts(items: Iterable[str]) -> list[Prompt]:
 def find_runnable(
     names: Sequence[str], check: Callable[[int], object]
 ) -> tuple[list[int], list[str]]:
-    """Separates the prompts that can run from the others, so that one invalid prompt does not end a run.
+    """Separates the prompts that can run from the others, so that one invalid prompt does not end a
+    run.
 
     Args:
       names: names of the prompts for messages: a file and a line, or a number.

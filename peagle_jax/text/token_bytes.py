@@ -10,7 +10,8 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE: printable Latin-1 as itself, other bytes from U+0100 on."""
+    """Character -> byte of byte-level BPE: printable Latin-1 as itself, other bytes from U+0100
+    on."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in visible]
     shifted = {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -23,8 +24,8 @@ _BYTE_LEVEL = _byte_level_alphabet()
 class Pieces:
     """Bytes of each token: the decoder of tokenizer.json, applied to one token at a time.
 
-    Decoders in which a token's bytes depend on its neighbours are not supported. One exception: at the
-    start of a text `num_stripped` spaces are dropped.
+    Decoders in which a token's bytes depend on its neighbours are not supported. One exception: at
+    the start of a text `num_stripped` spaces are dropped.
     """
 
     def __init__(self, decoder: dict | None):
@@ -65,8 +66,8 @@ class Pieces:
 
 
 class TokenBytes(dict[int, bytes]):
-    """Bytes of tokens by id, computed at the first look-up. A known id takes no Python code, which counts for
-    every token that is served."""
+    """Bytes of tokens by id, computed at the first look-up. A known id takes no Python code, which
+    counts for every token that is served."""
 
     def __init__(self, compute: Callable[[int], bytes]):
         super().__init__()

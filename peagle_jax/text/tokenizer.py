@@ -27,7 +27,8 @@ _SEARCH_SECONDS = 0.05
 
 
 def _read_settings(path: Path) -> dict:
-    """tokenizer_config.json, checked at load time: transformers reads it only at the first chat request."""
+    """tokenizer_config.json, checked at load time: transformers reads it only at the first chat
+    request."""
     if not path.is_file():
         return {}
     try:
@@ -40,7 +41,8 @@ def _read_settings(path: Path) -> dict:
 
 
 class _TimedRegex:
-    """The library `regex`, or a pattern of it, whose searches have a limit of time: patterns are a model author's."""
+    """The library `regex`, or a pattern of it, whose searches have a limit of time: patterns are a
+    model author's."""
 
     def __init__(self, pattern=None):
         self._pattern = pattern
@@ -56,7 +58,8 @@ class _TimedRegex:
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer, read from `tokenizer.json`, with the chat template of its folder.
+    """A Hugging Face fast tokenizer, read from `tokenizer.json`, with the chat template of its
+    folder.
 
     Raises:
       ConfigError: no such file, or one that cannot be read.
@@ -94,8 +97,8 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token, so n tokens encode at most n times as many characters (if the
-        tokenizer drops none)."""
+        """Characters of the longest token, so n tokens encode at most n times as many characters
+        (if the tokenizer drops none)."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     @property
@@ -129,11 +132,12 @@ class Tokenizer:
         return self._bytes[frozenset()][token]
 
     def bytes_table(self, shown: Collection[int] = frozenset()) -> Mapping[int, bytes]:
-        """`bytes_of` as a table, which it fills when it is read: `table[token]`, not `table.get(token)`.
+        """`bytes_of` as a table, which it fills when it is read: `table[token]`, not
+        `table.get(token)`.
 
         Args:
-          shown: ids of special tokens whose bytes are their spelling. Tables are kept, so there must be few
-            different ones.
+          shown: ids of special tokens whose bytes are their spelling. Tables are kept, so there
+            must be few different ones.
         """
         key = frozenset(shown)
         if key not in self._bytes:
@@ -153,7 +157,8 @@ class Tokenizer:
         return self._hidden
 
     def shown(self, params: SamplingParams, eos_ids: Collection[int]) -> frozenset[int]:
-        """Ids of the special tokens that are part of a request's text, given the model's end-of-sequence ids."""
+        """Ids of the special tokens that are part of a request's text, given the model's
+        end-of-sequence ids."""
         if params.skip_special_tokens:
             return frozenset()
         keeps_end = params.include_stop_str_in_output or params.ignore_eos
@@ -161,7 +166,8 @@ class Tokenizer:
 
     @cached_property
     def added(self) -> dict[str, int]:
-        """Ids of the tokens outside the tokenizer's model, special or not, by spelling ("</think>")."""
+        """Ids of the tokens outside the tokenizer's model, special or not, by spelling
+        ("</think>")."""
         added = self._backend.get_added_tokens_decoder()
         return {one.content: token for token, one in added.items()}
 
@@ -208,14 +214,15 @@ class Tokenizer:
         Args:
           messages: `{"role": "system", "user" or "assistant", "content": text}`, oldest first; also
             "tool_calls" of the assistant, and the role "tool", if the template supports them.
-          ending: "reply": ready for the reply; "continued": in the middle of the last message, which the model
-            goes on with; "closed": after the last message.
-          variables: further template variables, such as `tools`, `reasoning_effort="low"` (GPT-OSS) or
-            `enable_thinking=False` (Qwen3, Gemma 4); templates ignore unknown ones. All are JSON values.
+          ending: "reply": ready for the reply; "continued": in the middle of the last message,
+            which the model goes on with; "closed": after the last message.
+          variables: further template variables, such as `tools`, `reasoning_effort="low"` (GPT-OSS)
+            or `enable_thinking=False` (Qwen3, Gemma 4); templates ignore unknown ones. All are JSON
+            values.
 
         Raises:
-          ConfigError: the model has no chat template, or the template rejects the conversation or exceeds a limit
-            (`chat_templates`).
+          ConfigError: the model has no chat template, or the template rejects the conversation or
+            exceeds a limit (`chat_templates`).
         """
         end = dict(
             add_generation_prompt=ending == "reply", continue_final_message=ending == "continued"
@@ -223,13 +230,15 @@ class Tokenizer:
         return self._template.render(messages, variables | end)
 
     def prepare_chat(self) -> None:
-        """Loads the chat template in advance: seconds of the first `chat` call. No effect without one."""
+        """Loads the chat template in advance: seconds of the first `chat` call. No effect without
+        one."""
         with contextlib.suppress(ConfigError):
             self._template.prepare()
 
     @cached_property
     def template_source(self) -> str:
-        """Source of the chat template, or of all of them; empty if there is none, or the file is broken."""
+        """Source of the chat template, or of all of them; empty if there is none, or the file is
+        broken."""
         given = self._settings.get("chat_template")
         named = given if isinstance(given, list) else [given]
         templates = [item.get("template") if isinstance(item, dict) else item for item in named]
@@ -254,7 +263,8 @@ class Tokenizer:
 
     @property
     def response_template(self) -> dict | None:
-        """The model's own description of its replies, for transformers' ResponseParser; None without one."""
+        """The model's own description of its replies, for transformers' ResponseParser; None
+        without one."""
         given = self._settings.get("response_template")
         return given if isinstance(given, dict) else None
 
@@ -264,7 +274,8 @@ class Tokenizer:
         Raises:
           ValueError: the template is not valid.
 
-        The parser raises TimeoutError where one search of a pattern takes more than `_SEARCH_SECONDS`.
+        The parser raises TimeoutError where one search of a pattern takes more than
+        `_SEARCH_SECONDS`.
         """
         with _IMPORT_LOCK:
             from transformers.utils.chat_parsing import (
@@ -336,7 +347,8 @@ class StopChecker:
         self._tail = ""
 
     def __call__(self, output: Sequence[int]) -> str | None:
-        """The first stop string that ends in the new text of `output`, or None. `output` must only grow."""
+        """The first stop string that ends in the new text of `output`, or None. `output` must only
+        grow."""
         fresh = self._detokenizer.add(output[self._seen :])
         self._seen = len(output)
         text = self._tail + fresh
@@ -346,7 +358,8 @@ class StopChecker:
 
 
 def _stops_in(text: str, stops: Sequence[str], old: int) -> list[tuple[int, str]]:
-    """(place, stop string) of each stop string of `text` that ends after its first `old` characters."""
+    """(place, stop string) of each stop string of `text` that ends after its first `old`
+    characters."""
     matches = [(text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in stops]
     return [(place, stop) for place, stop in matches if place >= 0]
 
@@ -356,7 +369,8 @@ class TextStream:
 
     Args:
       shown: ids of special tokens that are part of the text, as their spelling.
-      min_tokens: a stop string within the text of the first `min_tokens` tokens does not end the text.
+      min_tokens: a stop string within the text of the first `min_tokens` tokens does not end the
+        text.
       includes_stop: whether the text includes the stop string that ends it.
     """
 
