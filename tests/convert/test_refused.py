@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from convert import source
-from convert.export import export
 from convert.partial import JOURNAL, opened
 from convert.plan import make_plan
 from convert.source import open_source
@@ -325,29 +324,3 @@ def test_another_checkpoint_is_distinguished_by_verify(cli, sharded, tmp_path):
     code, _, err = cli("verify", GOLDEN / "llama", tmp_path / "dst", "--no-logits")
     assert code == 1
     assert "was made of another checkpoint than llama" in err
-
-
-@pytest.mark.parametrize("what", ["not JSON", "[]", '{"format": "of tomorrow"}'])
-def test_a_broken_manifest_is_refused(what, cli, sharded, tmp_path):
-    assert cli("convert", sharded, tmp_path / "dst")[0] == 0
-    (tmp_path / "dst" / "manifest.json").write_text(what)
-    refused(cli("export", tmp_path / "dst", tmp_path / "back"), "manifest.json")
-    with pytest.raises(CheckpointError):
-        export(tmp_path / "dst", tmp_path / "back")
-
-
-def test_an_incomplete_manifest_is_refused(cli, sharded, tmp_path):
-    assert cli("convert", sharded, tmp_path / "dst")[0] == 0
-    path = tmp_path / "dst" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps(manifest | {"parameters": manifest["parameters"][1:]}))
-    refused(
-        cli("export", tmp_path / "dst", tmp_path / "back"),
-        "embed_tokens.weight' is held by no parameter",
-    )
-    del manifest["tensors"]
-    path.write_text(json.dumps(manifest))
-    refused(
-        cli("export", tmp_path / "dst", tmp_path / "back"),
-        "states no tensors; the manifest is damaged",
-    )

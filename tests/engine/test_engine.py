@@ -130,12 +130,6 @@ def test_text_goes_in_and_comes_out_as_its_tokens_do(engine, tokenizer):
     assert by_text.text == tokenizer.decode(by_text.tokens)
 
 
-def test_a_text_ends_where_the_model_length_does(engine):
-    (done,) = engine.generate([PROMPTS[7]], SamplingParams(max_tokens=99, ignore_eos=True))
-    assert len(done.prompt) + len(done.tokens) == engine.config.max_model_len
-    assert done.finish_reason == "length"
-
-
 def test_updates_stream_every_token_once_and_in_order(engine, natural):
     streams: dict[int, list[int]] = {}
     rounds: dict[int, list[Round]] = {}
@@ -379,14 +373,6 @@ def test_nothing_compiles_after_warm_up(kind, target, tokenizer):
         mixed_workload(engine)
     assert engine.programs.num_compiled == 4
     assert COMPILED == []
-
-
-def test_an_engine_without_a_head_or_without_drafts_is_plain(target, plain):
-    assert plain.config.num_draft == 0
-    assert plain.drafter_config is None
-    no_drafts = Engine(target, tiny.head(), EngineConfig(**(SIZES | dict(num_draft=0))))
-    assert no_drafts.drafter_config is None
-    assert no_drafts.config.num_draft == 0
 
 
 def test_the_engine_keeps_to_what_target_and_head_were_made_for(caplog):
