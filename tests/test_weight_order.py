@@ -92,28 +92,6 @@ def test_the_text_does_not_depend_on_the_order():
     assert texts(ordered(model, H200)) == wanted
 
 
-@pytest.mark.sampled(1, slow=1)
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_norms_store_the_rows_that_tiles_multiply_in_float16(family):
-    sizes = SIZES | (dict(family="qwen3", experts=None) if family == "qwen3" else {})
-    bf16, half = jnp.bfloat16, jnp.float16
-    rows, tiles = in_fp8(sizes, "bfloat16"), ordered(in_fp8(sizes, "bfloat16"), H200)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == bf16 else x, rows)
-    layer = tiles.layers[0]
-    assert layer.attention.qkv.row_dtype(bf16) == half
-    assert rows.layers[0].attention.qkv.row_dtype(bf16) == bf16
-    assert layer.attention.qkv.row_dtype(jnp.float32) == jnp.float32
-
-    def logits(model):
-        tokens, positions = jnp.arange(3, 27)[None], jnp.arange(24)[None]
-        hidden, *_ = model(tokens, positions, [None], tiny.causal_attention)
-        assert hidden.dtype == model.embed.weight.dtype
-        return np.float32(model.unembed(hidden))
-
-    exact, found = logits(wide), logits(tiles)
-    assert np.abs(found - exact).mean() < np.abs(logits(rows) - exact).mean() * 1.1
-
-
 @pytest.mark.slow
 def test_two_devices_share_tiles():
     wanted = texts(in_fp8(), tensor_parallel=2)

@@ -118,24 +118,9 @@ def test_an_unreadable_prompt_file(generate, tmp_path):
     refused(generate("--prompts", file), "cannot be read")
 
 
-def test_a_model_without_a_head_needs_a_method(generate, folders):
-    refused(generate(PROMPT, "--model", folders.target, "--no-cache"), "--drafter DIR")
-    refused(generate("--compare", PROMPT, "--model", folders.target, "--no-cache"), "--drafter DIR")
-
-
-def test_generate_takes_one_head(generate, folders):
-    extra = ["--drafter", folders.eagle3]
-    refused(generate(PROMPT, *folders.options(), *extra), "--drafter is given more than once")
-
-
 def test_compare_takes_one_head_for_each_method(generate, folders):
     extra = ["--drafter", folders.peagle]
     refused(generate("--compare", PROMPT, *folders.options(), *extra), "second peagle head")
-
-
-def test_compare_is_greedy(generate, folders):
-    sampled = ["--temperature", "0.5"]
-    refused(generate("--compare", PROMPT, *folders.options(), *sampled), "--compare is greedy")
 
 
 def test_a_head_of_the_other_method(generate, folders):
@@ -256,10 +241,3 @@ def test_row_options_above_what_the_engine_has(generate, folders, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a", "num_speculative_tokens": 9}\n')
     refused(generate("--prompts", file, *folders.options()), ":1", "num_speculative_tokens: 9", "7")
-
-
-@pytest.mark.slow
-def test_more_drafts_than_the_head_was_trained_for_only_warn(generate, folders, caplog):
-    code, _, _ = generate(PROMPT, *folders.options(), "-K", "5", "--max-tokens", "2")
-    assert code == 0
-    assert "num_speculative_tokens=5 is above the 4" in caplog.text

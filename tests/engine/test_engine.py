@@ -256,19 +256,6 @@ def test_logprobs_are_those_of_a_full_forward_with_and_without_speculation(
                 np.testing.assert_allclose([p for _, p in got.top], row[best], atol=1e-4)
 
 
-def test_each_request_chooses_its_number_of_drafts(engine, natural):
-    params = [
-        SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, num_speculative_tokens=k)
-        for k in (None, 0, 1, 2, 3, 0, 2, 1)
-    ]
-    done = engine.generate(PROMPTS, params)
-    assert [c.tokens for c in done] == natural
-    for completion, k in zip(done, (3, 0, 1, 2, 3, 0, 2, 1), strict=True):
-        assert len(completion.accepted_per_position) == k
-        assert completion.drafted == k * completion.rounds
-        assert completion.rounds == MAX_TOKENS - 1 - completion.accepted
-
-
 def sample(engine: Engine, prompts, seeds) -> list[list[int]]:
     base = dict(max_tokens=12, ignore_eos=True, temperature=1.2)
     params = [SamplingParams(seed=seed, **base) for seed in seeds]

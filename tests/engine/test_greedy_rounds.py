@@ -68,16 +68,6 @@ def watched(engine: Engine) -> list:
     return ran
 
 
-@pytest.mark.slow
-def test_a_greedy_round_has_no_branch():
-    engine = ready(True)
-    assert engine.programs.num_compiled == engine.num_programs == 2 + 2 * 2
-    for size in (1, 2):
-        shape = RoundShape(size, 2)
-        assert "conditional(" in engine.programs._compiled[Round(shape)].as_text()
-        assert "conditional(" not in engine.programs._compiled[GreedyRound(shape)].as_text()
-
-
 @pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("other", NEEDS_BRANCH)
 def test_the_text_of_a_greedy_request_does_not_depend_on_the_program(other):
@@ -98,12 +88,6 @@ def test_greedy_requests_alone_run_no_branch(plain_texts):
     assert {call for call in ran if not isinstance(call, Prefill)} == {
         GreedyRound(RoundShape(2, 2))
     }
-
-
-def test_only_argmax_drafts_have_greedy_rounds():
-    sampled = config(True, draft_sampling="sample")
-    engine = Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), sampled)
-    assert engine.programs.rounds_of_any == tuple(map(Round, engine.programs.shapes))
 
 
 def test_greedy_rounds_compile_after_the_first_round_of_each_batch_size():
@@ -211,26 +195,6 @@ def test_a_program_that_is_ready_late_takes_over_between_two_calls():
             engine.step()
         texts.append(request.output)
     assert texts[0] == texts[1]
-
-
-def test_a_call_of_several_rounds_is_timed_by_the_round(monkeypatch):
-    engine = Engine(
-        tiny.target(**tiny.ONE_LAYER),
-        tiny.head(**tiny.HEAD_OF_ONE_LAYER),
-        replace(CALLS_OF_THREE, adaptive="load"),
-    )
-    engine.warm_up(sizes=[2])
-    assert engine.compile_next()  # the round of greedy requests
-    found = []
-    monkeypatch.setattr(
-        engine._timer.times, "add_round", lambda shape, seconds: found.append(seconds)
-    )
-    clock = iter(range(0, 9999, 6))
-    monkeypatch.setattr(
-        "peagle_jax.engine.device.round_timer.time.perf_counter", lambda: next(clock)
-    )
-    engine.generate(PROMPTS[:1], SamplingParams(max_tokens=40, ignore_eos=True))
-    assert 2.0 in found  # 6 seconds for three rounds
 
 
 def test_the_time_of_a_call_is_divided_by_its_rounds(monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import dispatch, fp8_tiles
 from pallas_kernels.block_gemm.api import linear
-from pallas_kernels.moe import api, mosaic_norm, mosaic_norm_send, mosaic_plan
+from pallas_kernels.moe import api, mosaic_norm, mosaic_plan
 from pallas_kernels.moe.paths import CHIPS, Routing, TuningConfig
 from pallas_kernels.moe.reference import Choice, Experts, ExpertWeights
 from pallas_kernels.rms_norm import mosaic_gpu as rms_norm
@@ -180,20 +180,6 @@ def test_a_mixture_of_more_rows_gets_what_both_alone_give_it(monkeypatch):
 @race_free
 def test_weights_need_not_be_normalised():
     assert_same_bits(given(16, 1024), normalize=False)
-
-
-@pytest.mark.exhaustive
-@race_free
-def test_four_warpgroups_have_the_bits_of_the_three_kernels(monkeypatch):
-    kernels = mosaic_norm.norm_and_route, mosaic_norm.norm_and_product
-    for module in (mosaic_norm, mosaic_norm_send):
-        monkeypatch.setattr(module, "BLOCKS", 4)
-    for kernel in kernels:
-        kernel.clear_cache()
-    assert_same_bits(given(3, 2048, biases=True))
-    assert_same_logits(given(18, 2048))
-    for kernel in kernels:
-        kernel.clear_cache()
 
 
 WEIGHT = np.ones((EXPERTS, 1024), np.float32)

@@ -36,14 +36,6 @@ def test_the_soft_limit_of_descriptors_is_raised_to_what_is_needed(limits):
     assert now[0] == 128 + 2 * (MOST_CONNECTIONS + 16)  # never lowered
 
 
-def test_with_few_descriptors_the_default_is_what_fits(limits):
-    limits(100, 300)
-    access = prepare_access(Settings(**FREE))
-    assert (access.max_connections, access.max_per_address) == (70, 35)
-    assert 128 + 2 * (70 + 16) <= 300
-    assert prepare_access(Settings(port=0, http_port=-1)).max_connections == 156
-
-
 def test_more_connections_than_descriptors_are_refused_with_what_fits(limits):
     limits(300, 300)
     assert prepare_access(Settings(**FREE, max_connections=70)).max_connections == 70

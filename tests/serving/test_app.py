@@ -69,12 +69,6 @@ def test_plain_decoding_has_no_drafts():
     assert (engine.config.num_draft, engine.drafter_config) == (0, None)
 
 
-def test_the_name_is_the_folders_unless_given(tmp_path):
-    assert served_name(Settings()) == "embedded"
-    assert served_name(Settings(model=str(tmp_path / "qwen3-8b") + "/")) == "qwen3-8b"
-    assert served_name(Settings(model=str(tmp_path), served_model_name="mine")) == "mine"
-
-
 def test_hub_ids_are_downloaded_and_name_the_model(monkeypatch):
     asked = []
 
