@@ -24,7 +24,7 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.device import stored_programs
 from peagle_jax.engine.device.stored_programs import StoredPrograms, keep_in, make_room
 from peagle_jax.method.verify import verify, verify_blocks
-from tests import conftest, tiny
+from tests import suite, tiny
 from tests.waiting import LIMIT
 
 CONFIG = EngineConfig(
@@ -124,7 +124,7 @@ print(json.dumps(tests.tokens_of(tests.replace(tests.CONFIG, tensor_parallel=int
 def test_another_process_traces_nothing_and_writes_the_same(tmp_path, devices):
     def tokens(start: str) -> list:
         command = [sys.executable, "-c", _OTHER_PROCESS, str(tmp_path / "programs"), start, devices]
-        flags = f"{conftest.CHEAP} --xla_force_host_platform_device_count=2"
+        flags = f"{suite.CHEAP} --xla_force_host_platform_device_count=2"
         made = subprocess.run(
             command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True,
             check=False, timeout=300,
