@@ -23,19 +23,15 @@ from peagle_jax.engine.host.round_times import RoundTimes
 from peagle_jax.method.drafter import Proposal
 from peagle_jax.method.plan import DecodePlan, PrefillPlan
 from peagle_jax.method.sampling import draft_keys, sample_rows
-from tests import programs, tiny
+from tests import tiny
 from tests.programs import OneBucketConfig
 from tests.test_families import LENGTH, MAX_TOKENS, naive, prompts, target
 from tests.test_losslessness import OracleDrafter
 from tests.tiny import causal_attention
 
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
+
 DRAFTS = (0, 2, 4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 def only(engine: Engine, num_draft: int) -> None:

@@ -19,8 +19,10 @@ from peagle_jax.models.layers import Linear
 from peagle_jax.models.quant import quantize_fp8
 from peagle_jax.models.weight_order import order_weights, quantized_weights
 from peagle_jax.parallel.partition import AXIS
-from tests import programs, tiny
+from tests import tiny
 from tests.programs import one_bucket
+
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 SIZES = dict(
     **tiny.ONE_LAYER,
@@ -31,12 +33,6 @@ SIZES = dict(
 CONFIG = EngineConfig(
     num_draft=0, max_num_seqs=4, max_model_len=64, page_size=4, prefill_chunk=16, prefill_rows=2
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 def in_fp8(sizes=SIZES, dtype=jnp.float32):

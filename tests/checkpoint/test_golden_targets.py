@@ -19,20 +19,15 @@ from peagle_jax.models import Decoder
 from peagle_jax.models.layers import apply_rope
 from peagle_jax.models.rope_angles import rope_angles
 from peagle_jax.sampling_params import SamplingParams
-from tests import programs
 from tests.programs import one_bucket
 from tests.tiny import attention_of_heads, causal_attention
+
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TAPS = (2, 4, 5)
 LOGITS_ATOL = 2e-4  # logits reach 10: a few float32 steps summed over eight layers
 STATES_ATOL = 5e-4  # residual streams reach 30
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 @cache

@@ -14,8 +14,10 @@ from peagle_jax.config import EngineConfig
 from peagle_jax.engine.engine import Engine
 from peagle_jax.rope_config import DynamicScaling, LinearScaling, RopeConfig
 from peagle_jax.sampling_params import SamplingParams
-from tests import programs, tiny
+from tests import tiny
 from tests.programs import one_bucket
+
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("mistral", "qwen2")
@@ -23,12 +25,6 @@ HEAD = dict(
     vocab_size=256, draft_vocab_size=96, taps=(2, 4, 5), attention_bias=True, mlp_bias=True,
     rope=RopeConfig(theta=1e4, scaling=LinearScaling(factor=2.0)),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 @cache

@@ -11,7 +11,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from peagle_jax.checkpoint import CheckpointError, load_head, load_target, save_head, target_config
-from peagle_jax.config import ConfigError
 from peagle_jax.method.draft_head import DraftHead
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -85,24 +84,6 @@ def test_an_eagle3_head_shares_what_it_does_not_own(tmp_path):
     hidden = np.ones((1, 64), np.float32)
     logits = model.embed.unembed(head.norm(hidden))
     assert np.array_equal(head.logits(model, hidden), logits)
-
-
-def test_attention_biases_of_a_head_may_or_may_not_cover_its_output(tmp_path):
-    config, tensors = parts("peagle-1")
-    config["transformer_layer_config"]["attention_bias"] = True
-    rng = np.random.default_rng(0)
-    bias = lambda p, n: {f"layers.0.self_attn.{p}_proj.bias": rng.normal(size=n).astype(np.float32)}
-    tensors |= bias("q", 64) | bias("k", 32) | bias("v", 32)
-    head = load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")
-    assert head.first.attention.qkv.bias is not None
-    assert head.first.attention.out.bias is None
-    tensors |= bias("o", 64)
-    head = load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")
-    want = tensors["layers.0.self_attn.o_proj.bias"]
-    assert np.array_equal(head.first.attention.out.bias[...], want)
-    save_head(head, tmp_path / "saved", max_position=512, dtype="float32")
-    again = load_head(tmp_path / "saved", target(), dtype="float32")
-    check_equal(again, head)
 
 
 @pytest.mark.parametrize(
@@ -277,11 +258,3 @@ def test_a_head_of_another_target_is_refused():
     shallow = replace(target(), num_layers=4)
     with pytest.raises(CheckpointError, match="ascending ids from 0 to 4"):
         load_head(GOLDEN / "peagle-1", shallow, dtype="float32")
-
-
-def test_a_head_with_both_kinds_of_norm_before_fc_is_refused(tmp_path):
-    config, tensors = parts("peagle-norms")
-    config["fc_norm"] = True
-    tensors |= {f"fc_norm.{i}.weight": np.ones(64, np.float32) for i in range(3)}
-    with pytest.raises(ConfigError, match="exclude each other"):
-        load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")

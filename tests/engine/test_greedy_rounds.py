@@ -14,6 +14,8 @@ from peagle_jax.engine.device.program import GreedyRound, Prefill, Round
 from peagle_jax.engine.host.calls import RoundShape
 from tests import programs, tiny
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [5, 3]]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 STOPS = SamplingParams(max_tokens=12, stop_ids=tuple(range(0, 128, 9)))
@@ -33,12 +35,6 @@ def config(greedy_rounds: bool, kind=EngineConfig, **changes) -> EngineConfig:
 ONE_BUCKET = config(True, programs.OneBucketConfig)
 CALLS_OF_THREE = replace(ONE_BUCKET, rounds_per_call=3, max_model_len=128, page_size=128)
 """A call of three rounds for greedy requests; one page, so that a planned call serves many rounds."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,13 @@ from peagle_jax.engine.host.prefill_shapes import (
 )
 from tests import programs, tiny
 
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
+
 SIZES = dict(num_draft=3, max_num_seqs=4, max_model_len=128, page_size=4)
 CONFIG = programs.OneBucketConfig(**SIZES, prefill_chunk=64, prefill_rows=4, small_prefills=True)
 LONG = PrefillShape(1, 128)
 """The shape for a long prompt alone: 256 tokens, but no more than a prompt may have."""
 SHAPES = [PrefillShape(*shape) for shape in ((1, 16), (1, 64), (4, 16), (4, 64))]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 def target():

@@ -182,9 +182,6 @@ def test_weights_need_not_be_normalised():
     assert_same_bits(given(16, 1024), normalize=False)
 
 
-WEIGHT = np.ones((EXPERTS, 1024), np.float32)
-
-
 class Called(Exception):
     """Raised by a spy in place of a kernel, so that nothing is computed."""
 
@@ -219,23 +216,6 @@ def mixed(monkeypatch, *, R=2, router=None, first=None, **changes) -> None:
         implementation="mosaic_gpu",
     )
     jax.eval_shape(run, *experts)
-
-
-@pytest.mark.parametrize(
-    ("changes", "path"),
-    [
-        (dict(), "planned"),
-        (dict(first=np.int32(0)), "product"),  # of a device with a share of the experts
-        (dict(R=17), "product"),
-        (dict(R=128), "product"),
-        (dict(R=129), "separate"),
-        (dict(router=(WEIGHT.astype(jnp.float8_e4m3fn), np.ones((1, 8), np.float32))), "separate"),
-        (dict(router=(WEIGHT, None)), "separate"),
-    ],
-)
-def test_one_kernel_is_for_few_rows_and_a_router_in_bfloat16(monkeypatch, changes, path):
-    with pytest.raises(Called, match=path):
-        mixed(monkeypatch, **changes)
 
 
 @pytest.mark.parametrize(

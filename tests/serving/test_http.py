@@ -22,12 +22,6 @@ def client(live):
         yield made
 
 
-@pytest.fixture(scope="module")
-def alone(make_engine):
-    """A separate engine, which generates the expected text."""
-    return make_engine()
-
-
 def url(live: LiveServer, path: str = "") -> str:
     return f"http://{live.http_address}{path}"
 

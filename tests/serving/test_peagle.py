@@ -26,12 +26,6 @@ def stub(live):
         yield peagle_v1_pb2_grpc.GenerationStub(channel)
 
 
-@pytest.fixture(scope="module")
-def alone(make_engine):
-    """An engine of its own, for what the server should say."""
-    return make_engine()
-
-
 def ids(*tokens: int) -> pb.TokenIds:
     return pb.TokenIds(ids=tokens)
 

@@ -30,12 +30,6 @@ def stub(live):
         yield vllm_engine_pb2_grpc.VllmEngineStub(channel)
 
 
-@pytest.fixture(scope="module")
-def alone(make_engine):
-    """An engine of its own, for what the server should say."""
-    return make_engine()
-
-
 def ask(stream=False, text=PROMPT, **params) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=text, stream=stream, sampling_params=Params(**params))
 
