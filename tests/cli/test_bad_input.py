@@ -190,6 +190,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("what", BREAKS)
 def test_broken_folders(generate, broken, what):
     damage, parts = BREAKS[what]

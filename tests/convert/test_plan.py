@@ -18,6 +18,7 @@ from tests.convert.conftest import GOLDEN, checkpoints
 CHECKPOINTS = checkpoints()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_every_tensor_of_a_checkpoint_has_a_row(name, cli):
     folder, options = CHECKPOINTS[name]
