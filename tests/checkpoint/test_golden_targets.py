@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from peagle_jax.checkpoint import load_target, save_target
+from peagle_jax.checkpoint import CheckpointError, load_target, save_target
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
@@ -216,3 +216,41 @@ def test_attention_bias_is_added_to_all_four_projections(family, tmp_path):
     saved = tmp_path / "saved"
     save_target(model, saved, dtype="float32")
     assert load_file(saved / "model.safetensors").keys() == weights.keys()
+
+
+REFUSED = {
+    "biases the config does not state": ({}, True, "without a place in llama"),
+    "biases the file does not hold": ({"attention_bias": True}, False, "q_proj.bias' is missing"),
+    "another family": ({"model_type": "phi3"}, False, "'phi3' is not supported"),
+    "biases of an MLP that the file does not hold": ({"mlp_bias": True}, False, "_proj.bias' is missing"),
+    "another activation": ({"hidden_act": "gelu"}, False, "'gelu' is not supported"),
+    "sliding layers": ({"layer_types": ["sliding_attention"] * 8}, False, "layer_types names sliding"),
+    "a window": ({"use_sliding_window": True, "sliding_window": 9}, False, "use_sliding_window True"),
+    "another rope": (
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}},
+        False,
+        "'longrope' is not supported",
+    ),
+    "rope without its factor": (
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, False, "no low_freq_factor",
+    ),
+    "no width": (
+        {"hidden_size": None}, False,
+        r"embed_tokens.weight has shape .* does not state hidden_size \(4096\)",
+    ),
+    "no depth": (
+        {"num_hidden_layers": None}, False, r"is missing .* does not state num_hidden_layers \(32\)",
+    ),
+    "more layers than the file": ({"num_hidden_layers": 9}, False, "is missing"),
+    "fewer layers than the file": ({"num_hidden_layers": 7}, False, "without a place"),
+    "another vocabulary": ({"vocab_size": 200}, False, "has shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_targets_that_would_not_compute_what_they_should_are_refused(case, tmp_path):
+    config, with_biases, message = REFUSED[case]
+    copy_with("llama", tmp_path, config, random_biases("llama") if with_biases else {})
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_target(tmp_path, dtype="float32")
+    assert str(tmp_path) in str(caught.value)
