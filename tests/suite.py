@@ -142,6 +142,15 @@ def shared_programs():
         yield
 
 
+@pytest.fixture(scope="module")
+def programs_without_controls():
+    """As `shared_programs`, for files whose requests change no logits."""
+    from tests import programs
+
+    with programs.shared(controls=False):
+        yield
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--cases", type=int, help="cases that each randomised test tries, instead of its own number"

@@ -23,19 +23,15 @@ from peagle_jax.engine.host.round_times import RoundTimes
 from peagle_jax.method.drafter import Proposal
 from peagle_jax.method.plan import DecodePlan, PrefillPlan
 from peagle_jax.method.sampling import draft_keys, sample_rows
-from tests import programs, tiny
+from tests import tiny
 from tests.programs import OneBucketConfig
 from tests.test_families import LENGTH, MAX_TOKENS, naive, prompts, target
 from tests.test_losslessness import OracleDrafter
 from tests.tiny import causal_attention
 
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
+
 DRAFTS = (0, 2, 4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 def only(engine: Engine, num_draft: int) -> None:
@@ -194,40 +190,6 @@ def check_law(observed: np.ndarray, expected: np.ndarray) -> None:
     assert stats.chisquare(f_obs[some], f_exp).pvalue > 1e-3
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("method", "draft_sampling"),
-    [
-        ("uniform", "sample"),
-        ("peagle", "argmax"),
-        ("peagle", "sample"),
-        ("eagle3", "argmax"),
-        ("eagle3", "sample"),
-    ],
-)
-def test_sampled_output_has_the_targets_law_while_k_changes(
-    method, draft_sampling, monkeypatch, num_cases
-):
-    """Joint law of four tokens, vocabulary 4, against exact probabilities, as in test_losslessness.
-
-    A round of K = 2 after one of K = 1 finds a second draft of an older round in the state. It was drawn
-    with the random key of its position, and so was the first draft of the round between if that round
-    emitted one token. With `UniformDrafter` the two are equal: a text that takes both repeats tokens more
-    often than the target does, which the law of the last two tokens shows.
-    """
-    monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: (0, 1, 2))
-    config = law_config(draft_sampling)
-    count = num_cases("sampled texts under changing K", 6000, least=6000)
-    # K = 1, 2, 1, 2, 0; for UniformDrafter 1, 2: half of the texts begin with what it is to find.
-    drafts = itertools.cycle((1, 2) if method == "uniform" else (1, 2, 1, 2, 0))
-
-    def step(engine: Engine) -> None:
-        only(engine, next(drafts))
-        engine.step()
-
-    check_sampled_law(method, config, step, count, times=RandomTimes())
-
-
 def law_config(draft_sampling: str) -> OneBucketConfig:
     """Short texts under a choice of K, many at once."""
     return OneBucketConfig(
@@ -369,21 +331,6 @@ def test_k_follows_the_times_down_to_plain_decoding_and_back(three_k):
     times.given = {0: 1.0, 2: 1.0, 4: 1.0}
     assert generate()[-5:] == [4] * 5
     assert engine.policy.num_changes == 3
-
-
-@pytest.mark.slow
-def test_real_rounds_are_timed_while_the_device_has_work(three_k):
-    times = GivenTimes({0: 1.0, 2: 1.0, 4: 1.0})
-    engine = make_engine(times)
-    engine.warm_up()
-    (one,) = engine.generate(prompts()[:1], SamplingParams(max_tokens=1 + 5 * 8, ignore_eos=True))
-    # The first round follows a prefill call, and the second is the first to follow a round. The round
-    # dispatched before the end of the text was known counts too.
-    assert one.rounds - 2 <= len(times.rounds) <= one.rounds
-    assert set(times.rounds) == {RoundShape(2, 4)}
-    before = len(times.rounds)
-    engine.generate(prompts()[:1], SamplingParams(max_tokens=2, ignore_eos=True))
-    assert len(times.rounds) == before  # after a pause there is nothing to compare with
 
 
 @pytest.mark.slow

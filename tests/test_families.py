@@ -11,19 +11,15 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.device import memory
 from peagle_jax.models.cache import PageCache, RingCache
 from peagle_jax.models.layers import Delta
-from tests import programs, tiny
+from tests import tiny
 from tests.programs import one_bucket
 from tests.tiny import causal_attention
+
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 MAX_TOKENS = 37
 LENGTHS = (1, 3, 6, 17, 30, 41)  # shorter than a window, and many times longer
 LENGTH = 80
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 def prompts() -> list[list[int]]:

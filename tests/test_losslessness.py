@@ -12,10 +12,12 @@ from scipy import stats
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.host.stats import Acceptance
 from peagle_jax.method.drafter import Proposal
-from tests import programs, tiny
+from tests import tiny
 from tests.programs import one_bucket
 from tests.ties import assert_parts_only_at_ties
 from tests.tiny import causal_attention
+
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 MAX_TOKENS = 33
 LENGTHS = (1, 2, 7, 16, 17, 30, 41, 5)
@@ -53,12 +55,6 @@ class OracleDrafter:
 
     def absorb(self, target, inputs, cache):
         return cache
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 @pytest.fixture(scope="module")

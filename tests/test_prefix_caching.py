@@ -7,8 +7,10 @@ import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.cli.loading import load_weights
-from tests import programs, tiny
+from tests import tiny
 from tests.programs import one_bucket
+
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 Z, PROMPT, OUTPUT = 4, 37, 12
 TAILS = {"short": [5, 6, 7], "several chunks": list(range(40, 61))}
@@ -59,12 +61,6 @@ def compare(engine: Engine, prompt: list[int], cuts, tails, sampling) -> tuple[l
             found.append((cut, num_cached))
             answers.append(warm)
     return found, answers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 def prompt_of(vocab_size: int) -> list[int]:

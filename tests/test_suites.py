@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import random_shapes
-from tests.suite import FEW_WORKERS, LONGEST, OTHER_SUITE, TOGETHER, covering, group_of, scope_of
+from tests.suite import FEW_WORKERS, LONGEST, OTHER_SUITE, TOGETHER, covering, scope_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,33 +34,12 @@ def test_few_cases_have_each_value_of_each_parameter():
     assert sorted(map(numbers.count, range(3))) == [2, 3, 3]
 
 
-@pytest.mark.parametrize("first", ["a", "b"])
-@pytest.mark.parametrize("second", [1, 2])
-def test_pytest_says_which_values_a_case_has(request, first, second):
-    """Its `indices` count the cases instead, whatever their values."""
-    assert request.node.callspec.params == {"first": first, "second": second}
-
-
-def test_values_of_the_default_suite_are_chosen_last():
-    items = cases(form=4)
-    assert covering(items[1:], items[:1], 3) == items[1:]
-    assert covering(items, items[:2], 2) == items[2:]
-    assert covering(items, [], 9) == items
-
-
 def test_few_workers_take_whole_folders_and_many_take_files():
     assert {scope_of(f"{folder}/test_a.py", 2) for folder in TOGETHER} == set(TOGETHER)
     for file, num_workers in (
         ("tests/test_a.py", 1), ("tests/engine/test_a.py", 2), ("tests/cli/test_a.py", FEW_WORKERS + 1),
     ):  # fmt: skip
         assert scope_of(file, num_workers) == file
-
-
-def test_tests_of_one_chip_are_a_group():
-    names = ("a.py::test_x[block_gemm-@h200]", "a.py::test_y[@h200-2-True]", "b.py::test_z[@h200]")
-    assert {group_of(name) for name in names} == {"@h200"}
-    assert group_of("a.py::test_x[@7x]") == "@7x"
-    assert group_of("a.py::test_x[h200]") == "a.py::test_x[h200]"
 
 
 def test_what_comes_first_exists():

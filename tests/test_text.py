@@ -41,29 +41,6 @@ def in_pieces(tokens: list[int], rng: random.Random) -> list[list[int]]:
     return pieces
 
 
-def test_text_survives_a_round_trip(tokenizer):
-    assert tokenizer.decode(tokenizer.encode(SAMPLE)) == SAMPLE
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_pieces_of_byte_soup_join_to_the_full_decoding(tokenizer, seed):
-    rng = random.Random(seed)
-    soup = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(1, 120))]
-    detokenizer = Detokenizer(tokenizer)
-    text = "".join(detokenizer.add(piece) for piece in in_pieces(soup, rng))
-    assert text + detokenizer.flush() == tokenizer.decode(soup)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_real_text_never_shows_half_a_character(tokenizer, seed):
-    rng = random.Random(seed)
-    detokenizer, shown = Detokenizer(tokenizer), ""
-    for piece in in_pieces(tokenizer.encode(SAMPLE), rng):
-        shown += detokenizer.add(piece)
-        assert SAMPLE.startswith(shown)
-    assert shown + detokenizer.flush() == SAMPLE
-
-
 def test_a_special_token_shows_nothing_and_does_not_stall_the_rest(tokenizer):
     detokenizer = Detokenizer(tokenizer)
     tokens = tokenizer.encode("ab")

@@ -19,8 +19,10 @@ from peagle_jax.models.layers import Linear
 from peagle_jax.models.quant import quantize_fp8
 from peagle_jax.models.weight_order import order_weights, quantized_weights
 from peagle_jax.parallel.partition import AXIS
-from tests import programs, tiny
+from tests import tiny
 from tests.programs import one_bucket
+
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 SIZES = dict(
     **tiny.ONE_LAYER,
@@ -31,12 +33,6 @@ SIZES = dict(
 CONFIG = EngineConfig(
     num_draft=0, max_num_seqs=4, max_model_len=64, page_size=4, prefill_chunk=16, prefill_rows=2
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 def in_fp8(sizes=SIZES, dtype=jnp.float32):
@@ -92,28 +88,6 @@ def test_the_text_does_not_depend_on_the_order():
     model = in_fp8()
     wanted = texts(model)
     assert texts(ordered(model, H200)) == wanted
-
-
-@pytest.mark.sampled(1, slow=1)
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_norms_store_the_rows_that_tiles_multiply_in_float16(family):
-    sizes = SIZES | (dict(family="qwen3", experts=None) if family == "qwen3" else {})
-    bf16, half = jnp.bfloat16, jnp.float16
-    rows, tiles = in_fp8(sizes, "bfloat16"), ordered(in_fp8(sizes, "bfloat16"), H200)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == bf16 else x, rows)
-    layer = tiles.layers[0]
-    assert layer.attention.qkv.row_dtype(bf16) == half
-    assert rows.layers[0].attention.qkv.row_dtype(bf16) == bf16
-    assert layer.attention.qkv.row_dtype(jnp.float32) == jnp.float32
-
-    def logits(model):
-        tokens, positions = jnp.arange(3, 27)[None], jnp.arange(24)[None]
-        hidden, *_ = model(tokens, positions, [None], tiny.causal_attention)
-        assert hidden.dtype == model.embed.weight.dtype
-        return np.float32(model.unembed(hidden))
-
-    exact, found = logits(wide), logits(tiles)
-    assert np.abs(found - exact).mean() < np.abs(logits(rows) - exact).mean() * 1.1
 
 
 @pytest.mark.slow

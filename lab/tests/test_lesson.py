@@ -74,17 +74,6 @@ def test_a_step_multiplies(step):
     assert_rounded(module(step).product(*args, launch=launch()), *args)
 
 
-@pytest.mark.sampled(1)
-@race_free
-@pytest.mark.parametrize("num_sms", [1, 3])
-@pytest.mark.parametrize("step", ["4_persistent", "5_fp8"])
-def test_blocks_walk_over_several_units(step, num_sms):
-    """One block goes through all units and its ring through several tiles; three have unequal
-    shares."""
-    args = operands(step, 8)
-    assert_rounded(module(step).product(*args, launch=launch(num_sms)), *args)
-
-
 @pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("step", specs.STEPS[:-1])
 def test_a_row_has_the_same_bits_in_any_company(step):
@@ -94,14 +83,6 @@ def test_a_row_has_the_same_bits_in_any_company(step):
     assert np.array_equal(product(x[8:16]), together[8:16])
     exact = np.asarray(jnp.asarray(in_float64(x, *weight), jnp.bfloat16), np.float32)
     assert (together != exact).mean() > 0.3  # sums are rounded, so another order would show
-
-
-@pytest.mark.parametrize(
-    ("weight", "wanted"),
-    [((28672, 4096), 1), ((5120, 2048), 3), ((1536, 2048), 8), ((128, 256), 2), ((128, 64), 1)],
-)
-def test_chunks_give_most_multiprocessors_a_unit(weight, wanted):
-    assert module("4_persistent").chunks(*weight, 132) == wanted
 
 
 @race_free
@@ -124,34 +105,6 @@ def test_experts_multiply_the_rows_that_chose_them(num_sms):
         own = x[row][None], values[expert], scale[expert]
         assert_rounded(found[slot][None], *own)
         assert np.array_equal(wanted[slot], reference.product(*own)[0])
-
-
-def test_a_routing_touches_what_the_spec_says():
-    for spec in specs.SPECS.values():
-        if spec.step == "6_grouped":
-            ids = np.asarray(specs.routing(spec, jax.random.key(0)))
-            assert ids.shape == (spec.top_k, spec.rows)
-            assert len(np.unique(ids)) == spec.touched
-            assert all(len(set(row)) == spec.top_k for row in ids.T)
-            assert np.bincount(ids.ravel()).max() <= specs.TOKENS  # an item an expert
-
-
-@pytest.mark.sampled(1, slow=2)
-@pytest.mark.parametrize("step", specs.STEPS)
-def test_a_spec_runs_the_kernel_and_the_reference(step):
-    experts = dict(experts=4, top_k=2, touched=3) if step == "6_grouped" else {}
-    spec = specs.Spec(step=step, weight="small", rows=8, outputs=256, inputs=128, **experts)
-    run, shapes = specs.build(spec)
-    args = specs.inputs(spec, jax.random.key(0))
-    assert [(x.shape, x.dtype) for x in args] == [(x.shape, x.dtype) for x in shapes]
-    found = run(*args)
-    with dispatch.references():
-        wanted = jax.jit(run)(*args)
-    assert found.shape == args[0].shape  # a chain of calls
-    assert found.dtype == wanted.dtype == jnp.bfloat16
-    far = np.abs(np.asarray(found, np.float32) - np.asarray(wanted, np.float32)).max()
-    assert far <= 2**-6 * np.abs(np.asarray(wanted, np.float32)).max()
-    assert 0.3 < np.asarray(wanted, np.float32).std() < 3
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,11 @@ from peagle_jax.models import Decoder
 from peagle_jax.models.layers import Delta
 from peagle_jax.rope_config import DynamicScaling, LinearScaling
 from peagle_jax.sampling_params import SamplingParams
-from tests import programs, tiny
+from tests import tiny
 from tests.programs import one_bucket
 from tests.tiny import causal_attention
+
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TAPS = (2, 4, 5)
@@ -30,12 +32,6 @@ NAMES = (
     "gpt_oss-mxfp4", "gpt_oss-bf16", "qwen3_moe-bf16", "qwen3_moe-fp8", "qwen3-fp8-channel",
     "llama-fp8-tensor", "mistral", "qwen2", "gemma4",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 @cache

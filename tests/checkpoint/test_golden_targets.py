@@ -1,7 +1,6 @@
 """Llama and Qwen3 targets against transformers: logits, taps and greedy text of the golden folders."""
 
 import json
-import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,27 +11,22 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from peagle_jax.checkpoint import CheckpointError, load_target, save_target, target_config
+from peagle_jax.checkpoint import CheckpointError, load_target, save_target
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.engine import Engine
 from peagle_jax.models import Decoder
 from peagle_jax.models.layers import apply_rope
 from peagle_jax.models.rope_angles import rope_angles
 from peagle_jax.sampling_params import SamplingParams
-from tests import programs
 from tests.programs import one_bucket
 from tests.tiny import attention_of_heads, causal_attention
+
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TAPS = (2, 4, 5)
 LOGITS_ATOL = 2e-4  # logits reach 10: a few float32 steps summed over eight layers
 STATES_ATOL = 5e-4  # residual streams reach 30
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 @cache
@@ -170,48 +164,6 @@ def test_the_engine_writes_the_greedy_text_of_transformers(family, chunk):
     first = jax.nn.log_softmax(want["logits"][:, -1])
     for row, completion in zip(first, done, strict=True):
         assert abs(completion.logprobs[0].logprob - row.max()) < LOGITS_ATOL
-
-
-def older_form(raw: dict, kind: str) -> dict:
-    """`rope_parameters` (transformers 5) as `rope_theta` and `rope_scaling`, as older files have it."""
-    rope = dict(raw["rope_parameters"])
-    rest = {key: value for key, value in raw.items() if key != "rope_parameters"}
-    theta, name = rope.pop("rope_theta"), rope.pop("rope_type")
-    return rest | {"rope_theta": theta, "rope_scaling": {kind: name, **rope} if rope else None}
-
-
-@pytest.mark.parametrize("kind", ["rope_type", "type"])
-def test_the_older_config_form_means_the_same(family, kind, tmp_path):
-    shutil.copy(GOLDEN / family / "model.safetensors", tmp_path)
-    raw = json.loads((GOLDEN / family / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(older_form(raw, kind)))
-    model = load_target(tmp_path, dtype="float32")
-    assert model.config == target_config(GOLDEN / family)
-    logits, _, _ = forward(model, expected(family)["tokens"])
-    np.testing.assert_allclose(logits, expected(family)["logits"], atol=LOGITS_ATOL)
-
-
-def test_saving_gives_back_the_same_tensors_and_config(family, tmp_path):
-    model = load_target(GOLDEN / family, dtype="float32")
-    save_target(model, tmp_path, dtype="float32")
-    original = load_file(GOLDEN / family / "model.safetensors")
-    written = load_file(tmp_path / "model.safetensors")
-    assert written.keys() == original.keys()
-    assert all(np.array_equal(written[name], original[name]) for name in original)
-    again = load_target(tmp_path, dtype="float32")
-    assert again.config == model.config
-    pairs = zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True)
-    assert all(np.array_equal(a, b) for a, b in pairs)
-
-
-def test_bfloat16_files_round_trip_too(family, tmp_path):
-    model = load_target(GOLDEN / family, dtype="bfloat16")
-    save_target(model, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    again = load_target(tmp_path, dtype="bfloat16")
-    for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True):
-        assert a.dtype == b.dtype == jnp.bfloat16
-        assert np.array_equal(a, b)
 
 
 def copy_with(family: str, folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from bench.presets import preset
 from peagle_jax.checkpoint import CheckpointError, load_head, load_target, save_head
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.engine import Engine
 from peagle_jax.rope_config import DynamicScaling, LinearScaling, RopeConfig
 from peagle_jax.sampling_params import SamplingParams
-from tests import programs, tiny
+from tests import tiny
 from tests.programs import one_bucket
+
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("mistral", "qwen2")
@@ -24,12 +25,6 @@ HEAD = dict(
     vocab_size=256, draft_vocab_size=96, taps=(2, 4, 5), attention_bias=True, mlp_bias=True,
     rope=RopeConfig(theta=1e4, scaling=LinearScaling(factor=2.0)),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 @cache
@@ -100,13 +95,3 @@ def test_a_head_with_dynamic_rope_must_reach_as_far_as_its_target(tmp_path):
         CheckpointError, match="rope_type dynamic in a head with fewer max_position"
     ):
         load_head(tmp_path, config, dtype="float32")
-
-
-@pytest.mark.parametrize("name", ["mistral-7b-v0.3", "qwen2.5-7b", "qwen2.5-0.5b-fp8"])
-@pytest.mark.parametrize("method", ["peagle", "eagle3"])
-def test_presets_have_heads_of_their_targets_shape(name, method):
-    chosen = preset(name)
-    head, config = chosen.head(method), chosen.target
-    assert head.target_hidden_size == head.hidden_size == config.hidden_size
-    assert (head.num_heads, head.num_kv_heads) == (config.num_heads, config.num_kv_heads)
-    assert head.taps == config.default_taps

@@ -3,7 +3,6 @@
 import json
 import shutil
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
 from pallas_kernels import formats
 from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_target, save_target
 from peagle_jax.checkpoint.safetensors import write
 from peagle_jax.checkpoint.tables import target_layout
-from peagle_jax.cli.loading import load_weights
 from peagle_jax.config import ConfigError
 from tests import tiny
 
@@ -153,21 +150,6 @@ def test_a_weight_without_an_fp8_form_is_refused_by_its_name(tmp_path):
         load_target(tmp_path, dtype="float32", quantization="fp8")
 
 
-def test_load_passes_quantisation_and_taps_on():
-    target, head, _ = load_weights(
-        GOLDEN / "qwen3", GOLDEN / "peagle-1", method=None, dtype="float32", quantization="fp8",
-        taps=(1, 3, 6),
-    )  # fmt: skip
-    assert target.layers[0].mlp.down.weight.dtype == jnp.float8_e4m3fn
-    assert head.config.taps == (1, 3, 6)
-    with pytest.raises(
-        CheckpointError, match=r"taps \(1, 3\) are not 2 ascending|takes 192, 2 taps"
-    ):
-        load_weights(
-            GOLDEN / "qwen3", GOLDEN / "peagle-1", method=None, dtype="float32", taps=(1, 3)
-        )
-
-
 def copy_of(name: str, folder: Path, **tensors) -> Path:
     """A golden folder with other tensors; None takes one away."""
     shutil.copy(GOLDEN / name / "config.json", folder)
@@ -218,14 +200,3 @@ def test_no_more_than_one_parameter_is_held_beside_the_model(tmp_path):
     held = sum(x.nbytes for x in jax.tree.leaves(again))
     assert held == total
     assert peak < total + 2 * largest + 2**20
-
-
-def test_float32_experts_are_transposed_and_cast_in_one_copy(tmp_path):
-    model = tiny.target(**tiny.FAMILIES["gpt_oss"])
-    save_target(model, tmp_path, dtype="float32")
-    raw = load_file(tmp_path / "model.safetensors")
-    again = load_target(tmp_path, dtype="bfloat16")
-    experts = raw["model.layers.1.mlp.experts.gate_up_proj"]
-    want = experts[..., 1::2].swapaxes(1, 2).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(again.layers[1].mlp.gate_up.weight[...][:, 1], want)
-    assert again.config == replace(model.config)

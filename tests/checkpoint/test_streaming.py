@@ -45,6 +45,7 @@ def joined_parameters(name: str, config, dtype: str) -> dict[tuple, np.ndarray]:
     return found
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_bit_is_that_of_the_joined_tensors(name, dtype, small_reads):

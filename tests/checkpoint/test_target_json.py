@@ -31,12 +31,6 @@ def test_a_released_config_is_its_preset(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_written_config_means_what_it_was_written_from(name, tmp_path):
-    config = PRESETS[name]
-    assert target_config(write_config(tmp_path, target_json(config, "bfloat16"))) == config
-
-
-@pytest.mark.parametrize("name", PRESETS)
 def test_transformers_reads_what_is_written_as_the_same_model(name):
     """Its own class accepts the keys, and agrees on those that decide the forward pass."""
     from transformers import AutoConfig
@@ -233,18 +227,10 @@ REFUSED = {
         (dict(model_type="phi3"), "model_type 'phi3' is not supported; gemma4, llama, mistral, qwen2"),
         (dict(model_type=None), "model_type None is not supported"),
         (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported, 'silu' is"),
-        (dict(mlp_bias="yes"), "mlp_bias must be true or false"),
         (dict(use_sliding_window=True), "use_sliding_window True is not supported, False is"),
         (dict(layer_types=[SLIDING] * 32), "layer_types names sliding_attention"),
-        (dict(hidden_size="4096"), "hidden_size must be a whole number, not '4096'"),
-        (dict(num_attention_heads=0), "num_attention_heads must be a whole number from 1 to"),
         (dict(num_hidden_layers=10**6), "num_hidden_layers must be a whole number from 1 to 4096"),
-        (dict(rope_theta=float("inf")), "rope_theta must be a finite number, not inf"),
-        (dict(num_hidden_layers=True), "num_hidden_layers must be a whole number"),
         (dict(num_key_value_heads=3), "must be a multiple of"),
-        (dict(rms_norm_eps="small"), "rms_norm_eps must be a number"),
-        (dict(tie_word_embeddings="no"), "tie_word_embeddings must be true or false"),
-        (dict(rope_scaling=[1]), "rope_scaling must be an object"),
         (dict(rope_scaling=dict(rope_type="linear")), "states no factor"),
         (dict(rope_scaling=dict(rope_type="dynamic", factor=0.5)), "factor of rope scaling must"),
         (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0, alpha=9.0)), "alpha 9.0 is not"),
@@ -254,7 +240,6 @@ REFUSED = {
         ),
         (dict(rope_scaling=dict(rope_type="longrope")), "rope_type 'longrope' is not supported"),
         (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "states no low_freq_factor"),
-        (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not supported, 1"),
         (
             dict(rope_scaling=dict(partial_rotary_factor=0.5)),
             "partial_rotary_factor 0.5 is not supported",
@@ -279,7 +264,6 @@ REFUSED = {
         ),
     ],
     "qwen3-coder-30b-a3b": [
-        (dict(decoder_sparse_step=0), "decoder_sparse_step must be a whole number from 1"),
         (dict(mlp_only_layers=["0"]), r"mlp_only_layers must be a list of layer numbers, not \['0'\]"),
         (dict(shared_expert_intermediate_size=512), "shared_expert_intermediate_size 512"),
         (dict(use_sliding_window=True), "use_sliding_window True"),
@@ -289,7 +273,6 @@ REFUSED = {
     "mistral-7b-v0.1": [
         (dict(layer_types=[SLIDING, FULL] * 16), "layer_types and sliding_window contradict"),
         (dict(layer_types=[SLIDING] * 32, sliding_window=None), "and sliding_window contradict"),
-        (dict(sliding_window=0), "sliding_window must be a whole number"),
         (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     ],
     "qwen2.5-7b": [

@@ -42,13 +42,10 @@ def drop_tensor(folder, name: str) -> None:
         ([""], ["prompt 1", "empty"]),
         (["x", ""], ["prompt 2", "empty"]),
         (["x", "--method", "magic"], ["--method", "magic"]),
-        (["x", "--unknown"], ["--unknown"]),
         (["x", "-K", "33"], ["num_speculative_tokens=33", "32"]),
         (["x", "-K", "-1"], ["num_speculative_tokens=-1"]),
-        (["x", "-K", "many"], ["'many' must be a whole number"]),
         (["x", "-K", "3,7"], ["'3,7' must be a whole number"]),
         (["x", "--max-tokens", "0"], ["max_tokens=0"]),
-        (["x", "--temperature", "-1"], ["temperature=-1.0"]),
         (["x", "--temperature", "nan"], ["temperature=nan"]),
         (["x", "--top-p", "0"], ["top_p=0.0"]),
         (["x", "--top-k", "-2"], ["top_k=-2"]),
@@ -121,24 +118,9 @@ def test_an_unreadable_prompt_file(generate, tmp_path):
     refused(generate("--prompts", file), "cannot be read")
 
 
-def test_a_model_without_a_head_needs_a_method(generate, folders):
-    refused(generate(PROMPT, "--model", folders.target, "--no-cache"), "--drafter DIR")
-    refused(generate("--compare", PROMPT, "--model", folders.target, "--no-cache"), "--drafter DIR")
-
-
-def test_generate_takes_one_head(generate, folders):
-    extra = ["--drafter", folders.eagle3]
-    refused(generate(PROMPT, *folders.options(), *extra), "--drafter is given more than once")
-
-
 def test_compare_takes_one_head_for_each_method(generate, folders):
     extra = ["--drafter", folders.peagle]
     refused(generate("--compare", PROMPT, *folders.options(), *extra), "second peagle head")
-
-
-def test_compare_is_greedy(generate, folders):
-    sampled = ["--temperature", "0.5"]
-    refused(generate("--compare", PROMPT, *folders.options(), *sampled), "--compare is greedy")
 
 
 def test_a_head_of_the_other_method(generate, folders):
@@ -208,6 +190,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("what", BREAKS)
 def test_broken_folders(generate, broken, what):
     damage, parts = BREAKS[what]
@@ -259,10 +242,3 @@ def test_row_options_above_what_the_engine_has(generate, folders, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a", "num_speculative_tokens": 9}\n')
     refused(generate("--prompts", file, *folders.options()), ":1", "num_speculative_tokens: 9", "7")
-
-
-@pytest.mark.slow
-def test_more_drafts_than_the_head_was_trained_for_only_warn(generate, folders, caplog):
-    code, _, _ = generate(PROMPT, *folders.options(), "-K", "5", "--max-tokens", "2")
-    assert code == 0
-    assert "num_speculative_tokens=5 is above the 4" in caplog.text

@@ -39,17 +39,6 @@ def test_one_prompt_is_echoed_and_continued_and_measured(generate, folders):
     assert re.search(r"P-EAGLE K=3: acceptance length [\d.]+ over \d+ rounds; .*: \d", err)
 
 
-def test_hub_ids_are_downloaded_for_model_and_head(generate, folders, monkeypatch):
-    downloads = {"some/model": folders.target, "some/head": folders.peagle}
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda name, **options: str(downloads[name])
-    )
-    ids = ("--model", "some/model", "--drafter", "some/head", "--no-cache")
-    expected = generate(PROMPT, *folders.options(), *SHORT)
-    code, out, _ = generate(PROMPT, *ids, *SHORT)
-    assert (code, out) == expected[:2]
-
-
 @pytest.mark.parametrize(
     "method", ["none", "peagle", pytest.param("eagle3", marks=pytest.mark.slow)]
 )
@@ -59,20 +48,6 @@ def test_every_method_writes_the_same_text(generate, folders, method):
     assert code == 0
     assert out == expected
     assert ("acceptance length" in err) == (method != "none")
-
-
-@pytest.mark.exhaustive
-def test_a_choice_of_drafts_by_load_does_not_change_the_text(generate, folders):
-    prompts = (PROMPT, PROMPT, *SHORT)
-    _, expected, _ = generate(*prompts, *folders.options("none"), "--concurrency", "2")
-    for words, drafts in (
-        (["--concurrency", "2"], "0 to 3"),
-        (["--concurrency", "2", "--adaptive", "off"], "3"),
-        ([], "3"),
-    ):
-        code, out, err = generate(*prompts, *folders.options(), *words)
-        assert (code, sorted(out.split("==="))) == (0, sorted(expected.split("===")))
-        assert f"P-EAGLE K={drafts}: acceptance length" in err
 
 
 def test_streamed_text_is_the_completion_text(generate, folders):
@@ -303,10 +278,3 @@ def test_the_embedded_model_needs_no_options(generate):
     assert code == 0
     assert out.startswith(PROMPT)
     assert "P-EAGLE K=7: acceptance length" in err
-
-
-@pytest.mark.exhaustive
-def test_the_embedded_heads_change_no_text(generate):
-    code, out, _ = generate("--compare", PROMPT, "class Stack:", "--max-tokens", "48", "--no-cache")
-    assert code == 0
-    assert "2 outputs are those of plain decoding (float32)" in out

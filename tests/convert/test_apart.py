@@ -38,6 +38,7 @@ INSIDE = [
 ]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("out", INSIDE)
 @pytest.mark.parametrize("read", ["a/src", "a/link", "b/../a/src"])
 def test_convert_writes_nothing_inside_its_source(read, out, cli, source, tmp_path):

@@ -45,6 +45,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_are_the_parameter_cut_along_its_first_axis(num_cases, case):
     @settings(

@@ -12,12 +12,11 @@ from convert.partial import JOURNAL
 from convert.plan import make_plan
 from convert.source import open_source
 from convert.stream import convert
-from convert.synthetic import write_synthetic
 from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_target
 from peagle_jax.checkpoint.converted import Converted, as_bytes
 from peagle_jax.checkpoint.safetensors import DTYPES, write
 from peagle_jax.checkpoint.values import NotFinite, NotFiniteCounts, check_scale
-from tests.convert.conftest import GOLDEN, TINY_MOE, TINY_OSS
+from tests.convert.conftest import GOLDEN
 from tests.convert.test_refused import refused
 
 
@@ -181,21 +180,3 @@ def test_a_journal_without_the_counts_is_refused(spoilt, cli, tmp_path, monkeypa
         del entry["not_finite"]
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
     refused(cli("convert", spoilt, tmp_path / "dst"), "damaged; give --restart")
-
-
-@pytest.mark.parametrize(
-    ("config", "quantization", "sparse"),
-    [
-        (TINY_MOE, "fp8", False),
-        (TINY_MOE, "fp8", True),
-        (TINY_OSS, "mxfp4", False),
-        (TINY_MOE, "none", False),
-    ],
-)
-def test_synthetic_checkpoints_have_finite_numbers_and_good_scales(
-    config, quantization, sparse, cli, tmp_path
-):
-    folder = tmp_path / "src"
-    write_synthetic(folder, config, quantization=quantization, sparse=sparse)
-    assert "all numbers are finite" in cli("inspect", folder, "--values")[1]
-    assert cli("plan", folder)[0] == 0

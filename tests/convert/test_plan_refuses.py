@@ -25,6 +25,7 @@ HEADS = broken_heads()
 TARGETS = {name: case for name, case in targets.REFUSED.items() if case[-1] is not None}
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("case", HEADS)
 def test_a_head_that_loading_refuses_is_refused_by_plan(case, cli, tmp_path):
     module, name, change = HEADS[case]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from convert import source
-from convert.export import export
 from convert.partial import JOURNAL, opened
 from convert.plan import make_plan
 from convert.source import open_source
@@ -112,6 +111,7 @@ def unsupported_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(raw | {"model_type": "mamba"}))
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     ("spoil", "parts"),
     [
@@ -158,18 +158,14 @@ def test_what_is_left_over_or_missing_is_listed_and_nothing_is_written(cli, tmp_
     ("argv", "parts"),
     [
         (["convert", "SRC"], ["DST"]),
-        (["convert", "nowhere/at/all", "DST"], ["nowhere/at/all: no such folder"]),
         (["convert", "SRC", "DST", "--max-in-flight", "much"], ["'much' is no number of bytes"]),
-        (["convert", "SRC", "DST", "--group-size", "0"], ["'0' is no number of bytes"]),
         (["plan", "HEAD"], ["draft head", "--target DIR"]),
         (["plan", "HEAD", "--target", "EMBEDDED"], ["the head does not fit the target"]),
         (["verify", "SRC", "SRC"], ["manifest.json"]),
         (["export", "SRC", "DST"], ["manifest.json"]),
-        (["synthetic", "gpt-6", "DST"], ["no preset 'gpt-6'", "gpt-oss-20b"]),
         (["synthetic", "qwen3-8b", "DST", "--quantization", "mxfp4"], ["a form of gpt_oss"]),
         (["synthetic", "gpt-oss-20b", "DST", "--quantization", "fp8"], ["no fp8 form"]),
         (["synthetic", "gpt-oss-20b", "SRC"], ["exists"]),
-        (["synthetic", "gpt-oss-20b", "DST", "--layers", "0"], ["not positive"]),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(argv, parts, cli, sharded, tmp_path):
@@ -325,29 +321,3 @@ def test_another_checkpoint_is_distinguished_by_verify(cli, sharded, tmp_path):
     code, _, err = cli("verify", GOLDEN / "llama", tmp_path / "dst", "--no-logits")
     assert code == 1
     assert "was made of another checkpoint than llama" in err
-
-
-@pytest.mark.parametrize("what", ["not JSON", "[]", '{"format": "of tomorrow"}'])
-def test_a_broken_manifest_is_refused(what, cli, sharded, tmp_path):
-    assert cli("convert", sharded, tmp_path / "dst")[0] == 0
-    (tmp_path / "dst" / "manifest.json").write_text(what)
-    refused(cli("export", tmp_path / "dst", tmp_path / "back"), "manifest.json")
-    with pytest.raises(CheckpointError):
-        export(tmp_path / "dst", tmp_path / "back")
-
-
-def test_an_incomplete_manifest_is_refused(cli, sharded, tmp_path):
-    assert cli("convert", sharded, tmp_path / "dst")[0] == 0
-    path = tmp_path / "dst" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps(manifest | {"parameters": manifest["parameters"][1:]}))
-    refused(
-        cli("export", tmp_path / "dst", tmp_path / "back"),
-        "embed_tokens.weight' is held by no parameter",
-    )
-    del manifest["tensors"]
-    path.write_text(json.dumps(manifest))
-    refused(
-        cli("export", tmp_path / "dst", tmp_path / "back"),
-        "states no tensors; the manifest is damaged",
-    )

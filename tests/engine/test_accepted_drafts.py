@@ -16,7 +16,6 @@ from tests.engine.fake_device import VOCAB
 from tests.engine.fake_engine import (
     EOS,
     FakeEngine,
-    check_counts,
     check_finished,
     ends_in_seventeen,
     make_config,
@@ -65,15 +64,6 @@ def test_a_round_counts_the_drafts_that_became_output(fields, kept, accepted):
 def commit(scheduler: Scheduler, call, tokens: list, count: list) -> list:
     take = scheduler.commit_prefill if hasattr(call, "last") else scheduler.commit_decode
     return take(call, np.array(tokens), np.array(count), np.array([[7, 8, EOS, 10]]))
-
-
-def test_the_models_length_ends_a_text_on_a_draft():
-    engine = FakeEngine(make_config(J=7, B=1, max_len=12, Z=4, P=None, T=64, R=1))
-    engine.device.rng.randint = lambda least, most: most  # every draft passes
-    request = engine.add([1] * 8, max_tokens=99, ignore_eos=True)
-    engine.drain()
-    assert (len(request.output), request.rounds, request.accepted) == (4, 1, 3)
-    check_counts(request)
 
 
 @st.composite

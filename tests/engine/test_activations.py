@@ -12,19 +12,15 @@ from peagle_jax.models.experts import ExpertLinear
 from peagle_jax.models.layers import Linear
 from peagle_jax.models.quant import quantize_fp8
 from peagle_jax.models.quantized_activations import with_activations
-from tests import programs, tiny
+from tests import tiny
 from tests.programs import one_bucket
+
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 CONFIG = EngineConfig(
     max_num_seqs=4, max_model_len=64, page_size=4, prefill_chunk=16, prefill_rows=2, num_draft=3
 )
 MOE = tiny.TARGETS["qwen3_moe"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 def in_fp8(**changes):

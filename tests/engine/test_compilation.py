@@ -13,7 +13,7 @@ import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.device import compilation
-from peagle_jax.engine.device.compilation import CompileError, Failure, Progress, compile_missing
+from peagle_jax.engine.device.compilation import CompileError, Failure, compile_missing
 from peagle_jax.engine.device.stored_programs import keep_in
 from peagle_jax.method import step
 from peagle_jax.method.verify import verify
@@ -171,12 +171,6 @@ def test_a_child_without_work_waits_for_what_another_lists(monkeypatch):
     call = dict(must_end=must_end, on_done=lambda *program: done.append(program))
     compile_missing([list], [None], jobs=2, **call)
     assert sorted(done) == [(0, "controls"), (0, "prefill")]
-
-
-def test_progress_tells_how_long_the_rest_takes():
-    assert str(Progress(0, 9, 0.0)) == "compiled 0 of 9 programs, 0 s"
-    assert str(Progress(3, 9, 12.0)) == "compiled 3 of 9 programs, 12 s, about 24 s left"
-    assert str(Progress(9, 9, 36.0)) == "compiled 9 of 9 programs, 36 s"
 
 
 def test_a_rule_that_no_process_can_get_compiles_in_this_one(folder, caplog):

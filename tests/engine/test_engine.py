@@ -130,12 +130,6 @@ def test_text_goes_in_and_comes_out_as_its_tokens_do(engine, tokenizer):
     assert by_text.text == tokenizer.decode(by_text.tokens)
 
 
-def test_a_text_ends_where_the_model_length_does(engine):
-    (done,) = engine.generate([PROMPTS[7]], SamplingParams(max_tokens=99, ignore_eos=True))
-    assert len(done.prompt) + len(done.tokens) == engine.config.max_model_len
-    assert done.finish_reason == "length"
-
-
 def test_updates_stream_every_token_once_and_in_order(engine, natural):
     streams: dict[int, list[int]] = {}
     rounds: dict[int, list[Round]] = {}
@@ -262,19 +256,6 @@ def test_logprobs_are_those_of_a_full_forward_with_and_without_speculation(
                 np.testing.assert_allclose([p for _, p in got.top], row[best], atol=1e-4)
 
 
-def test_each_request_chooses_its_number_of_drafts(engine, natural):
-    params = [
-        SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, num_speculative_tokens=k)
-        for k in (None, 0, 1, 2, 3, 0, 2, 1)
-    ]
-    done = engine.generate(PROMPTS, params)
-    assert [c.tokens for c in done] == natural
-    for completion, k in zip(done, (3, 0, 1, 2, 3, 0, 2, 1), strict=True):
-        assert len(completion.accepted_per_position) == k
-        assert completion.drafted == k * completion.rounds
-        assert completion.rounds == MAX_TOKENS - 1 - completion.accepted
-
-
 def sample(engine: Engine, prompts, seeds) -> list[list[int]]:
     base = dict(max_tokens=12, ignore_eos=True, temperature=1.2)
     params = [SamplingParams(seed=seed, **base) for seed in seeds]
@@ -379,14 +360,6 @@ def test_nothing_compiles_after_warm_up(kind, target, tokenizer):
         mixed_workload(engine)
     assert engine.programs.num_compiled == 4
     assert COMPILED == []
-
-
-def test_an_engine_without_a_head_or_without_drafts_is_plain(target, plain):
-    assert plain.config.num_draft == 0
-    assert plain.drafter_config is None
-    no_drafts = Engine(target, tiny.head(), EngineConfig(**(SIZES | dict(num_draft=0))))
-    assert no_drafts.drafter_config is None
-    assert no_drafts.config.num_draft == 0
 
 
 def test_the_engine_keeps_to_what_target_and_head_were_made_for(caplog):

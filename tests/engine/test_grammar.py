@@ -12,7 +12,6 @@ from peagle_jax import ConfigError
 from peagle_jax.cli.model_folders import ASSETS
 from peagle_jax.engine.structured import grammar, mask_threads
 from peagle_jax.engine.structured.grammar import ALL, Grammars, Matcher, masks_of
-from peagle_jax.engine.structured.mask_threads import MaskThreads
 from peagle_jax.method.plan import mask_words
 from peagle_jax.structured import Structured
 from peagle_jax.text.tokenizer import Tokenizer
@@ -249,13 +248,6 @@ def test_the_prompt_says_what_comes_before_an_answer(thinking, plain, prompt, re
     assert grammars(plain).reasoning_after(plain.encode(prompt)) == "none"
 
 
-def test_only_a_chats_constraint_without_reasoning_of_its_own_gets_one(thinking):
-    compiler, prompt = grammars(thinking), thinking.encode("user: hi\nassistant:\n<think>")
-    assert compiler.located(Structured.json_object(), prompt).reasoning == "open"
-    framed = Structured("json_object", "", "none")
-    assert compiler.located(framed, prompt) is framed
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -302,18 +294,6 @@ def test_a_constraint_with_slow_masks_fails_and_its_neighbour_does_not(plain, mo
     masks_of([(slow, [letter] * 7), (fast, [letter] * 7)], size=2, height=8)
     assert slow.error == "the constraint cannot be continued: a mask takes more than 0.2 ms"
     assert fast.error is None
-
-
-def test_costly_masks_are_divided_among_threads_from_the_next_round_on(plain):
-    matcher = grammars(plain).compile(Structured.json_schema(PERSON))
-    matcher.threads = MaskThreads(8)
-    draft = plain.encode('{"', special=False)[:1]
-    for seconds, num_copies in ((0.0, 0), (1.0, 1), (0.0, 0)):
-        matcher.seconds = seconds
-        allowed_by(matcher, draft, size_of(plain))
-        assert len(matcher._copies) == num_copies
-        assert matcher.seconds > 0
-        matcher.consume([])
 
 
 @pytest.mark.usefixtures("threads")

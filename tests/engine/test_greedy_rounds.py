@@ -14,6 +14,8 @@ from peagle_jax.engine.device.program import GreedyRound, Prefill, Round
 from peagle_jax.engine.host.calls import RoundShape
 from tests import programs, tiny
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [5, 3]]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 STOPS = SamplingParams(max_tokens=12, stop_ids=tuple(range(0, 128, 9)))
@@ -33,12 +35,6 @@ def config(greedy_rounds: bool, kind=EngineConfig, **changes) -> EngineConfig:
 ONE_BUCKET = config(True, programs.OneBucketConfig)
 CALLS_OF_THREE = replace(ONE_BUCKET, rounds_per_call=3, max_model_len=128, page_size=128)
 """A call of three rounds for greedy requests; one page, so that a planned call serves many rounds."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +64,6 @@ def watched(engine: Engine) -> list:
     return ran
 
 
-@pytest.mark.slow
-def test_a_greedy_round_has_no_branch():
-    engine = ready(True)
-    assert engine.programs.num_compiled == engine.num_programs == 2 + 2 * 2
-    for size in (1, 2):
-        shape = RoundShape(size, 2)
-        assert "conditional(" in engine.programs._compiled[Round(shape)].as_text()
-        assert "conditional(" not in engine.programs._compiled[GreedyRound(shape)].as_text()
-
-
 @pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("other", NEEDS_BRANCH)
 def test_the_text_of_a_greedy_request_does_not_depend_on_the_program(other):
@@ -98,12 +84,6 @@ def test_greedy_requests_alone_run_no_branch(plain_texts):
     assert {call for call in ran if not isinstance(call, Prefill)} == {
         GreedyRound(RoundShape(2, 2))
     }
-
-
-def test_only_argmax_drafts_have_greedy_rounds():
-    sampled = config(True, draft_sampling="sample")
-    engine = Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), sampled)
-    assert engine.programs.rounds_of_any == tuple(map(Round, engine.programs.shapes))
 
 
 def test_greedy_rounds_compile_after_the_first_round_of_each_batch_size():
@@ -211,26 +191,6 @@ def test_a_program_that_is_ready_late_takes_over_between_two_calls():
             engine.step()
         texts.append(request.output)
     assert texts[0] == texts[1]
-
-
-def test_a_call_of_several_rounds_is_timed_by_the_round(monkeypatch):
-    engine = Engine(
-        tiny.target(**tiny.ONE_LAYER),
-        tiny.head(**tiny.HEAD_OF_ONE_LAYER),
-        replace(CALLS_OF_THREE, adaptive="load"),
-    )
-    engine.warm_up(sizes=[2])
-    assert engine.compile_next()  # the round of greedy requests
-    found = []
-    monkeypatch.setattr(
-        engine._timer.times, "add_round", lambda shape, seconds: found.append(seconds)
-    )
-    clock = iter(range(0, 9999, 6))
-    monkeypatch.setattr(
-        "peagle_jax.engine.device.round_timer.time.perf_counter", lambda: next(clock)
-    )
-    engine.generate(PROMPTS[:1], SamplingParams(max_tokens=40, ignore_eos=True))
-    assert 2.0 in found  # 6 seconds for three rounds
 
 
 def test_the_time_of_a_call_is_divided_by_its_rounds(monkeypatch):

@@ -1,6 +1,5 @@
 """The choice of K at run time, as pure functions and with the scheduler."""
 
-import logging
 import random
 
 import pytest
@@ -14,13 +13,12 @@ from peagle_jax.engine.host.k_by_load import (
     EXPLORE_COST,
     EXPLORE_EVERY,
     LoadPolicy,
-    Survival,
     candidates,
     exploration_interval,
 )
 from peagle_jax.engine.host.request import Request
 from peagle_jax.engine.host.round_times import RoundTimes
-from peagle_jax.engine.host.shape_choice import LEAST_GAIN, TRY_ABOVE, best
+from peagle_jax.engine.host.shape_choice import LEAST_GAIN, best
 from tests.engine.fake_engine import FakeEngine, check_finished, make_config, make_request
 
 J = 7
@@ -115,65 +113,6 @@ def test_exploration_is_rare_and_cheap(num_cases):
     check()
 
 
-def test_shares_are_those_of_verified_drafts_only():
-    survival = Survival(3)
-    assert survival.shares == [0.0, 0.0, 0.0]
-    survival.add([(3, 3)] * 30 + [(3, 1)] * 10)
-    assert survival.shares == pytest.approx([1.0, 0.75, 0.75])
-    assert survival.is_known(3)
-    survival.add([(1, 0)] * 10**4)  # drafts 2 and 3 are not verified
-    assert survival.shares[0] < 0.01
-    assert survival.shares == sorted(survival.shares, reverse=True)
-    for _ in range(200):
-        survival.add([(3, 3)] * 100)
-    assert survival.shares[1] > 0.99
-
-
-def test_old_rounds_lose_their_weight():
-    survival = Survival(1)
-    survival.add([(1, 1)] * 10**4)
-    for _ in range(200):
-        survival.add([(1, 0)] * 100)
-    assert survival.shares[0] < 0.01
-
-
-def test_shares_of_drafts_that_are_not_verified_follow_those_before_them():
-    """Texts become easier while rounds have three drafts: the fourth and fifth would pass more often, too."""
-    survival = Survival(5)
-    for _ in range(100):
-        survival.add([(5, 5)] * 4 + [(5, 1)] * 6 + [(5, 0)] * 30)
-    assert survival.shares == pytest.approx([0.25, 0.1, 0.1, 0.1, 0.1])
-    for _ in range(100):
-        survival.add([(3, 3)] * 32 + [(3, 2)] * 8)
-    assert survival.shares == pytest.approx([1.0, 1.0, 0.8, 0.8, 0.8], abs=0.02)
-    survival.add([(5, 3)] * 32 + [(5, 2)] * 8)  # one exploration: the fourth draft no longer passes
-    assert survival.shares[3] == pytest.approx(survival.shares[4])
-    assert survival.shares[3] < 0.65 * survival.shares[2]
-    assert survival.is_known(5)
-
-
-def test_a_choice_that_hard_texts_have_made_is_given_up_with_them():
-    """At 64 requests K = 3 is best while only a few texts have drafts that pass, and K = 7 afterwards."""
-    real = {0: 11.4, 1: 13.2, 3: 15.9, 5: 20.7, 7: 22.4}
-    hard = [0.5, 0.33, 0.25, 0.22, 0.2, 0.18, 0.16]
-    easy = [0.85, 0.72, 0.63, 0.56, 0.5, 0.45, 0.4]
-    driven = Driven({(64, k): 1e-3 * ms for k, ms in real.items()}, hard)
-    driven.size, driven.rows = 64, greedy(64)
-    driven.real = {k: 1e-3 * ms for k, ms in real.items()}
-    driven.run(600)
-    assert driven.policy.present(64) == 3
-    driven.shares = easy
-    assert J in driven.run(64)
-    assert driven.policy.present(64) == J
-
-
-def test_k_is_j_until_drafts_are_verified_and_times_known():
-    assert set(Driven(STEEP, BAD, lag=10**9).run(500)) == {J}
-    assert set(Driven({}, BAD).run(500)) == {J}
-    unknown = {shape: s for shape, s in STEEP.items() if shape != (8, J)}
-    assert set(Driven(unknown, BAD).run(500)) == {J}
-
-
 def test_expensive_drafts_that_fail_are_given_up_and_taken_up_again():
     driven = Driven(STEEP, BAD)
     assert driven.run(400)[-50:].count(0) >= 48
@@ -183,24 +122,6 @@ def test_expensive_drafts_that_fail_are_given_up_and_taken_up_again():
     driven.run(5000)
     assert driven.policy.present(8) == J
     assert driven.policy.num_changes == 2
-
-
-def test_drafts_that_cost_nothing_are_all_made():
-    driven = Driven(FLAT, GOOD)
-    assert set(driven.run(500)) == {J}
-    assert driven.policy.num_changes == 0
-    assert driven.policy.rate == pytest.approx(8 * (1 + sum(GOOD)), rel=0.1)
-
-
-def test_an_exploration_is_two_rounds_of_j_and_rare():
-    chosen = Driven(STEEP, BAD).run(40_000)[1000:]
-    at_j = [i for i, k in enumerate(chosen) if k == J]
-    assert at_j, "never explored"
-    pairs = list(zip(at_j[::2], at_j[1::2], strict=False))
-    assert all(b == a + 1 for a, b in pairs)
-    assert len(at_j) / len(chosen) <= 2 / EXPLORE_EVERY
-    # At K = 0 a round takes 1, at J it takes 8: 14 more for each exploration.
-    assert len(pairs) * 14 <= 1.05 * EXPLORE_COST * len(chosen)
 
 
 def test_noise_changes_k_seldom():
@@ -258,14 +179,6 @@ def test_a_sampled_request_with_a_seed_keeps_k_at_j():
     assert 0 in driven.run(50)
 
 
-def test_a_change_is_one_log_line_with_both_rates(caplog):
-    driven = Driven(STEEP, BAD)
-    with caplog.at_level(logging.INFO, logger=k_by_load.__name__):
-        driven.run(400)
-    assert driven.policy.num_changes == len(caplog.records) == 1
-    assert "batch size 8: 0 drafts per round, predicted 8 tokens/s; 7 drafts gave 1" in caplog.text
-
-
 SHARES = [0.80, 0.63, 0.51, 0.41, 0.35, 0.30, 0.26]
 REAL = {  # milliseconds of a round by batch size and K: Qwen3-Coder-30B-A3B in FP8 blocks on an H200
     8: {0: 5.9, 1: 8.5, 3: 10.0, 5: 10.5, 7: 10.7},
@@ -298,27 +211,6 @@ def test_the_choice_comes_within_two_percent_of_the_best_k(size, idle, num_cases
         assert sum(tokens[k] for k in chosen[300:]) / spent > 0.98 * fastest
         final = driven.policy.present(size)
         assert tokens[final] / real[final] > 0.98 * fastest
-
-
-def test_trials_are_rare_and_only_of_what_may_pay():
-    """K = 5 and 3 are tried once in 4096 rounds; K = 0 and 1 promise too little."""
-    driven = Driven({(8, k): 1.0 for k in DRAFTS}, GOOD)
-    driven.real = dict.fromkeys(DRAFTS, 1.0)
-    chosen = driven.run(8192)
-    tokens = {k: 1 + sum(GOOD[:k]) for k in DRAFTS}
-    tried = {k for k in DRAFTS if TRY_ABOVE * tokens[J] < tokens[k] < tokens[J]}
-    assert set(chosen) == {J} | tried == {J, 5}
-    assert chosen.count(5) <= 2 * 3 * DECIDE_EVERY
-    assert driven.policy.num_changes == 0
-
-
-def test_a_trial_whose_rounds_are_not_timed_ends():
-    driven = Driven({(8, k): 1.0 for k in DRAFTS}, GOOD)
-    for _ in range(8):
-        driven.policy.times.add_round(RoundShape(8, J), 1.0)
-    chosen = driven.run(2000)
-    assert 0 < chosen.count(5) <= 5 * DECIDE_EVERY
-    assert set(chosen[-1000:]) == {J}
 
 
 @pytest.mark.sampled(1, slow=1)

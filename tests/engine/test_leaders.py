@@ -52,26 +52,6 @@ def test_without_saved_rings_windows_are_computed_for_each_row():
         check_finished(request, engine)
 
 
-def test_a_short_common_beginning_is_not_waited_for():
-    engine = make_engine()
-    short = BEGINNING[: CHUNK - 1]
-    requests = [add(engine, short, own) for own in range(4)]
-    (call, *_) = engine.dispatch().prefills
-    assert call.requests == tuple(requests)
-
-
-def test_other_prompts_take_the_rows_that_followers_leave():
-    engine = make_engine()
-    leader, follower = add(engine, BEGINNING, 1), add(engine, BEGINNING, 2)
-    other, salted = add(engine, [9] * SHARED, 3), add(engine, BEGINNING, 4, salt=("x",))
-    (call, *_) = engine.dispatch().prefills
-    assert call.requests == (leader, other, salted, None)
-    assert (follower.slot is None, follower.pages) == (False, [])
-    engine.drain()
-    for request in (leader, follower, other, salted):
-        check_finished(request, engine)
-
-
 def test_an_urgent_request_does_not_wait_for_another():
     engine = make_engine(R=2, N=1)
     leader = add(engine, BEGINNING, 1)

@@ -6,18 +6,14 @@ import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.device import transfer
-from tests import programs, tiny
+from tests import tiny
 from tests.programs import OneBucketConfig
+
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 CONFIG = OneBucketConfig(num_draft=2, max_num_seqs=3, max_model_len=48, page_size=4)
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[7, 9, 11, 60], [3, 4, 7], [21]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 def new_engine(config: EngineConfig) -> Engine:

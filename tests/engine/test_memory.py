@@ -22,12 +22,6 @@ PAGE = 5 * 2 * 8 * 2 * 16 * 4
 CONTROLS = memory.control_bytes(TARGET, CONFIG)
 
 
-def test_a_page_counts_target_and_drafter():
-    assert memory.page_bytes(TARGET, HEAD, CONFIG) == PAGE
-    assert memory.page_bytes(TARGET, HEAD, replace(CONFIG, dtype="bfloat16")) == PAGE // 2
-    assert memory.page_bytes(TARGET, HEAD, replace(CONFIG, kv_cache_dtype="fp8")) == PAGE // 4
-
-
 @pytest.mark.parametrize(
     ("free_pages", "without", "on_a_cpu", "on_a_gpu"),
     [(1000, 17, 4 * 16 + 1, 1000), (60, 17, 60, 60), (10, 10, 10, 10), (5, 5, 5, 5)],
@@ -110,21 +104,6 @@ def test_one_longest_request_must_fit(monkeypatch):
         memory.fit_pages(TARGET, HEAD, CONFIG)
 
 
-def test_a_round_without_drafts_needs_one_row_of_logits_for_each_request(monkeypatch):
-    target = replace(TARGET, vocab_size=10**6)
-    most = replace(CONFIG, num_draft=7, max_num_seqs=64)
-    needed = lambda rows: 4 * rows * target.vocab_size
-    monkeypatch.setattr(memory, "control_bytes", lambda *_: 0)
-    monkeypatch.setattr(memory, "free_bytes", lambda _: needed(100))
-    with pytest.raises(ConfigError, match=f"{needed(64 * 8):,} for one call"):
-        memory.fit_pages(target, HEAD, most)
-    few = replace(most, num_draft=0, prefix_caching=False)
-    assert memory.fit_pages(target, HEAD, few) == few.total_pages
-    monkeypatch.setattr(memory, "free_bytes", lambda _: needed(50))
-    with pytest.raises(ConfigError, match=f"{needed(64):,} for one call"):
-        memory.fit_pages(target, HEAD, few)
-
-
 def test_the_controls_of_all_slots_and_the_masks_of_all_programs_count():
     controls = jax.eval_shape(lambda: init_controls(CONFIG.max_num_seqs + 1, TARGET.vocab_size))
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(controls))
@@ -184,21 +163,6 @@ def test_the_sizes_that_are_named_fit_and_no_larger_ones(monkeypatch, num_cases,
                 with pytest.raises(ConfigError, match="not enough memory"):
                     memory.fit_pages(target, HEAD, replace(config, **{name: value + 1}))
     assert num_refused > 10
-
-
-def test_file_cache_counts_as_free(tmp_path):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 100 kB\nMemFree: 3 kB\nMemAvailable: 70 kB\n")
-    assert memory.free_host_bytes(meminfo) == 70 * 1024
-
-
-def test_holes_lie_between_arrays_that_stay():
-    gc.collect()  # arrays of earlier tests would die meanwhile
-    before = len(jax.live_arrays())
-    kept = memory.carve_holes(1)
-    assert len(kept) == sum(memory._HOLES.values())
-    assert len(jax.live_arrays()) - before == len(kept), "the holes themselves must be free"
-    assert not any(array.is_deleted() for array in kept)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.host.request import NOT_FINITE
-from tests import programs, tiny
+from tests import tiny
 from tests.programs import one_bucket
+
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 MAX_TOKENS = 24
 LENGTHS = (3, 9, 17, 5)
@@ -25,13 +27,6 @@ SIZES = dict(
     max_num_seqs=3, max_model_len=48, page_size=4, prefill_chunk=8, prefill_rows=2,
     num_pages=3 * 12 + 1,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    """Engines here differ in their weights alone."""
-    with programs.shared(controls=False):
-        yield
 
 
 def engine_of(target, method: str, num_draft: int, head=None, **changes) -> Engine:

@@ -7,29 +7,6 @@ import pytest
 from peagle_jax.engine.host.pages import DUMMY_PAGE, OutOfPages, PagePool
 
 
-def test_every_page_but_the_dummy_is_handed_out_once():
-    pool = PagePool(num_pages=9, page_size=4)
-    pages = pool.allocate(8)
-    assert sorted(pages) == list(range(1, 9))
-    assert DUMMY_PAGE not in pages
-    assert pool.num_free == 0
-    pool.check_integrity([pages])
-
-
-def test_a_refused_allocation_takes_nothing():
-    pool = PagePool(num_pages=5, page_size=4)
-    held = pool.allocate(3)
-    with pytest.raises(OutOfPages, match="2 pages asked for, 1 of 4 free"):
-        pool.allocate(2)
-    assert pool.num_free == 1
-    pool.check_integrity([held])
-
-
-@pytest.mark.parametrize(("positions", "pages"), [(0, 0), (1, 1), (16, 1), (17, 2), (32, 2)])
-def test_pages_round_up(positions, pages):
-    assert PagePool(num_pages=3, page_size=16).pages_for(positions) == pages
-
-
 @pytest.mark.parametrize(("num_pages", "page_size"), [(1, 16), (0, 16), (4, 0)])
 def test_a_pool_without_usable_pages_is_refused(num_pages, page_size):
     with pytest.raises(ValueError, match="at least"):

@@ -15,17 +15,13 @@ from peagle_jax.engine.host.prefill_shapes import (
 )
 from tests import programs, tiny
 
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
+
 SIZES = dict(num_draft=3, max_num_seqs=4, max_model_len=128, page_size=4)
 CONFIG = programs.OneBucketConfig(**SIZES, prefill_chunk=64, prefill_rows=4, small_prefills=True)
 LONG = PrefillShape(1, 128)
 """The shape for a long prompt alone: 256 tokens, but no more than a prompt may have."""
 SHAPES = [PrefillShape(*shape) for shape in ((1, 16), (1, 64), (4, 16), (4, 64))]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 def target():
@@ -91,15 +87,6 @@ def test_a_long_prompt_takes_a_long_chunk_unless_others_wait(remaining, shape):
     assert choose_shape(shapes, remaining, may_be_long=False) == choose_shape(SHAPES, remaining)
 
 
-def test_a_call_has_a_row_for_each_of_its_prompts():
-    rng = np.random.default_rng(0)
-    shapes = prefill_shapes(dataclasses.replace(CONFIG, long_prefills=True))
-    for _ in range(2000):
-        remaining = rng.integers(1, 200, rng.integers(2, 5)).tolist()
-        assert choose_shape(shapes, remaining) == choose_shape(SHAPES, remaining)
-        assert choose_shape(shapes, remaining).rows >= len(remaining)
-
-
 @pytest.mark.slow
 def test_no_request_waits_for_a_long_chunk():
     """Beside a request that decodes a long prompt has chunks of the usual size, and the text is the same."""
@@ -126,16 +113,6 @@ def test_no_request_waits_for_a_long_chunk():
     assert beside.output == alone.tokens
 
 
-@pytest.mark.sampled(1, slow=0)
-@pytest.mark.parametrize("lengths", [(92, 28), (124, 20, 20, 20)])
-def test_prompts_of_one_call_have_as_many_tokens_as_a_long_chunk_of_the_first(lengths):
-    rng = np.random.default_rng(6)
-    prompts = [rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in lengths]
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
-    done = Engine(target(), head(), CONFIG).generate(prompts, params)
-    assert [one.tokens for one in done] == plain_texts(prompts, params)
-
-
 def test_sliding_windows_have_no_long_chunks():
     """A window's ring holds the rows of a call of `prefill_chunk` tokens and no more."""
     windowed = tiny.target(sliding_windows=(6, None, 6))
@@ -145,11 +122,6 @@ def test_sliding_windows_have_no_long_chunks():
     with pytest.raises(ConfigError, match="long_prefills"):
         Engine(windowed, None, dataclasses.replace(CONFIG, long_prefills=True))
     assert Engine(tiny.target(), None, CONFIG).config.long_prefills
-
-
-def test_a_shape_that_is_not_compiled_is_replaced_by_a_larger_one():
-    assert choose_shape(SHAPES[1:], [3]) == (1, 64)
-    assert choose_shape(SHAPES[-1:], [3]) == (4, 64)
 
 
 def shapes_of(engine: Engine) -> list[PrefillShape]:

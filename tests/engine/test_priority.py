@@ -46,19 +46,6 @@ def test_memory_is_taken_from_the_least_urgent_request_though_it_is_older():
         check_finished(request, engine)
 
 
-def test_an_urgent_prompt_does_not_wait_for_a_long_one_to_be_prefilled():
-    engine = FakeEngine(make_config(J=1, B=2, R=1, **ROOMY))
-    long = engine.add([1] * 60, max_tokens=2, priority=1)
-    engine.step()
-    urgent = engine.add([2] * 4, max_tokens=2, priority=0)
-    calls = engine.dispatch()
-    assert [call.requests for call in calls.prefills] == [(urgent,)]
-    assert long.state is RequestState.PREFILL
-    engine.drain()
-    for request in (long, urgent):
-        check_finished(request, engine)
-
-
 def test_a_stream_of_urgent_requests_starves_others_only_while_it_lasts(num_cases):
     """All end with the tokens they have alone."""
     for seed in range(num_cases("streams of urgent requests", 5)):

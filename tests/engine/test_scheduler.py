@@ -324,22 +324,3 @@ def test_a_full_queue_and_a_request_of_old_are_refused():
     engine.drain()
     with pytest.raises(ValueError, match="added before"):
         engine.scheduler.add(request)
-
-
-@pytest.mark.parametrize(
-    ("fields", "kept", "reason", "stop"),
-    [
-        (dict(), [8, EOS], "stop", EOS),
-        (dict(ignore_eos=True), [8, EOS, 7], None, None),
-        (dict(ignore_eos=True, stop_ids=(EOS,)), [8, EOS], "stop", EOS),
-        (dict(stop_ids=(8,)), [8], "stop", 8),
-        (dict(max_tokens=1), [8], "length", None),
-        (dict(max_tokens=1, stop_ids=(8,)), [8], "stop", 8),
-        (dict(max_tokens=1, stop_checker=lambda output: "text"), [8], "stop", "text"),
-        (dict(prompt=[3] * 8), [8], "length", None),
-    ],
-)
-def test_text_keeps_the_token_that_ends_it(fields, kept, reason, stop):
-    request = make_request(**(dict(id=0, prompt=[1, 2], num_draft=0) | fields))
-    assert request.append([8, EOS, 7], eos_ids=(EOS,), max_model_len=9) == kept
-    assert (request.output, request.finish_reason, request.stop_reason) == (kept, reason, stop)

@@ -24,8 +24,7 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.device import stored_programs
 from peagle_jax.engine.device.stored_programs import StoredPrograms, keep_in, make_room
 from peagle_jax.method.verify import verify, verify_blocks
-from tests import tiny
-from tests.suite import CHEAP
+from tests import suite, tiny
 from tests.waiting import LIMIT
 
 CONFIG = EngineConfig(
@@ -103,21 +102,6 @@ def tokens_of(config=CONFIG) -> list[list[int]]:
     return [engine.generate([PROMPT], params)[0].tokens for params in PARAMS]
 
 
-@pytest.mark.slow
-def test_a_second_engine_traces_nothing_and_writes_the_same(folder, monkeypatch):
-    found = traced(monkeypatch)
-    first = tokens_of()
-    assert set(found) == {"prefill", "speculative_step"}
-    assert len(files := {path.name for path in folder.iterdir()}) == 3  # and the controls
-    found.clear()
-    assert tokens_of() == first
-    assert found == []
-    of_host = replace(CONFIG, max_waiting=7, prefill_calls=2)
-    Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), of_host).warm_up()
-    assert found == []
-    assert {path.name for path in folder.iterdir()} == files
-
-
 _OTHER_PROCESS = """
 import json, sys
 from pathlib import Path
@@ -140,7 +124,7 @@ print(json.dumps(tests.tokens_of(tests.replace(tests.CONFIG, tensor_parallel=int
 def test_another_process_traces_nothing_and_writes_the_same(tmp_path, devices):
     def tokens(start: str) -> list:
         command = [sys.executable, "-c", _OTHER_PROCESS, str(tmp_path / "programs"), start, devices]
-        flags = f"{CHEAP} --xla_force_host_platform_device_count=2"
+        flags = f"{suite.CHEAP} --xla_force_host_platform_device_count=2"
         made = subprocess.run(
             command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True,
             check=False, timeout=300,
@@ -329,17 +313,6 @@ def test_a_folder_that_others_can_write_is_not_used(folder, caplog):
     assert "no other can write to" in caplog.text
 
 
-def test_a_folder_that_cannot_be_made_costs_a_log_line(folder, caplog):
-    folder.write_text("a file where the folder should be")
-    check(Doubler()(stored()))
-    assert "programs" in caplog.text
-
-
-def test_without_a_folder_nothing_is_kept(tmp_path):
-    assert path_of(stored()) is None
-    check(Doubler()(stored()))
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -435,15 +408,6 @@ def test_files_used_the_longest_ago_make_room(tmp_path):
     os.utime(abandoned, (1e9, 1e9))
     make_room(tmp_path, 25)
     assert {path.name for path in tmp_path.iterdir()} == {"new.program", "used.program", "b.part"}
-
-
-def test_a_load_counts_as_use(folder):
-    double = Doubler()
-    double(stored())
-    (path,) = folder.iterdir()
-    os.utime(path, (1e9, 1e9))
-    double(stored())
-    assert path.stat().st_mtime > 1e9
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])

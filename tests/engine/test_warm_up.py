@@ -10,25 +10,6 @@ PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
 @pytest.mark.slow
-def test_rounds_take_the_next_larger_batch_until_smaller_ones_are_compiled():
-    config = EngineConfig(num_draft=2, max_num_seqs=4, max_model_len=64, page_size=4)
-    engine = Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), config)
-    engine.warm_up(sizes=[4])
-    assert engine.programs.rounds == engine.scheduler.rounds == {4: (2,)}
-    padded = [c.tokens for c in engine.generate(PROMPTS, PARAMS)]
-    assert engine.programs.rounds == {4: (2,)}
-    engine.warm_up(sizes=[1])
-    assert engine.scheduler.rounds == {1: (2,), 4: (2,)}
-    assert engine.compile_next()
-    assert not engine.programs.missing
-    assert not engine.compile_next()
-    engine.warm_up()
-    assert tuple(engine.scheduler.rounds) == config.batch_buckets == (1, 2, 4)
-    assert engine.programs.num_compiled == engine.num_programs == 5
-    assert [c.tokens for c in engine.generate(PROMPTS, PARAMS)] == padded
-
-
-@pytest.mark.slow
 def test_rounds_of_greedy_requests_alone_compile_without_those_of_others():
     sizes = dict(num_draft=2, max_num_seqs=2, max_model_len=64, page_size=4, greedy_rounds=True)
     engine, whole = (

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, formats
-from pallas_kernels.activations import whole_rows, whole_tiles
 from pallas_kernels.block_gemm import mosaic_gpu
 from pallas_kernels.block_gemm.api import CHIPS, add_in_order, linear, partial_products
 from pallas_kernels.block_gemm.mosaic_gpu import TuningConfig
@@ -196,15 +195,3 @@ def test_the_kernel_says_what_it_cannot_do(change, why):
     with pytest.raises(NotImplementedError, match=f"block_gemm .*{why}"):
         linear(**arguments, implementation="mosaic_gpu")
     assert linear(**arguments).shape == (8, arguments["weight"].shape[0])
-
-
-def test_rows_of_a_sequence_fill_the_tiles_of_all_sequences_if_they_can(monkeypatch):
-    assert whole_rows(1, 14) == 14  # no kernel, no tiles
-    monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
-    for batch in range(1, 70):
-        for rows in (1, 2, 7, 8, 14, 134):
-            x = jax.ShapeDtypeStruct((batch * rows, 1), jnp.float32)
-            padded = jax.eval_shape(whole_tiles, x).shape[0]
-            whole = whole_rows(batch, rows)
-            assert batch * whole == (padded if padded % batch == 0 else batch * rows)
-    assert [whole_rows(batch, 14) for batch in (1, 2, 4, 5)] == [16, 16, 14, 14]

@@ -180,19 +180,6 @@ def test_a_generation_without_this_kernel_is_one_line_an_operation(default, capl
     ]
 
 
-def test_an_implementation_that_there_is_not_is_an_error():
-    with pytest.raises(ValueError, match=r"requested='triton' must be one of"):
-        dispatch.resolve("op", "triton", chips=(90,))
-
-
-def test_a_cpu_runs_the_reference_unless_asked_for_the_kernel():
-    assert dispatch.resolve("op", None, chips=(90,)) is None
-    assert dispatch.resolve("op", "reference", chips=(90,)) is None
-    launch = dispatch.resolve("op", "mosaic_gpu", chips=(90,))
-    assert launch.device == H200
-    assert launch.interpret is not None
-
-
 @pytest.mark.parametrize("name", ["v5e", "v6e", "7x"])
 def test_a_kernel_for_tpus_runs_on_tpus_only(name, default, caplog):
     device = WITHOUT_KERNELS[name]
@@ -257,12 +244,6 @@ def test_an_assumed_chip_decides_as_if_it_were_there():
     assert dispatch.resolve("op", None, chips=(90,)) is None
 
 
-def test_references_replace_kernels_that_are_asked_for():
-    with dispatch.assume(H200), dispatch.references():
-        assert dispatch.resolve("op", "mosaic_gpu", chips=(90,)) is None
-    assert dispatch.resolve("op", "mosaic_gpu", chips=(90,)) is not None
-
-
 @pytest.mark.parametrize(
     ("chips", "refusal", "why"),
     [
@@ -274,29 +255,6 @@ def test_references_replace_kernels_that_are_asked_for():
 def test_a_kernel_asked_for_in_vain_is_an_error(chips, refusal, why):
     with pytest.raises(NotImplementedError, match=f"op has no mosaic_gpu kernel.*{why}"):
         dispatch.resolve("op", "mosaic_gpu", chips=chips, refusal=refusal)
-
-
-def test_a_reference_on_a_gpu_is_a_warning_said_once(caplog):
-    with dispatch.assume(H200), caplog.at_level(logging.INFO, "pallas_kernels"):
-        for _ in range(3):
-            assert dispatch.resolve("op", None, chips=(90,), refusal="rows are too long") is None
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.getMessage() == (
-        "op runs its reference implementation on NVIDIA H200 (sm_90): rows are too long"
-    )
-
-
-def test_a_kernel_and_a_cpu_are_said_quietly(caplog):
-    with caplog.at_level(logging.INFO, "pallas_kernels"):
-        dispatch.resolve("op", None, chips=(90,))
-        with dispatch.assume(H200):
-            dispatch.resolve("op", None, chips=(90,))
-    assert [record.levelno for record in caplog.records] == [logging.INFO] * 2
-    assert [record.getMessage() for record in caplog.records] == [
-        "all operations run their reference implementation on cpu",
-        "op runs its mosaic_gpu implementation on NVIDIA H200 (sm_90)",
-    ]
 
 
 def test_a_block_changes_its_own_fields_of_the_trace_and_ends_with_them():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import activations, dispatch, formats, fp8_tiles
+from pallas_kernels import dispatch, formats, fp8_tiles
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import B200, H200, RTX5090
 from pallas_kernels.moe.reference import ExpertWeights
@@ -124,22 +124,6 @@ def test_float16_rows_are_nearer_to_the_product(implementation):
     assert error(jnp.float16) < error(jnp.bfloat16) / 4
     stream = linear(rows.astype(jnp.float16), fp8_tiles.arrange(values), scale=scale)
     assert stream.dtype == jnp.bfloat16
-
-
-def test_norms_store_float16_for_tiles_and_nothing_else():
-    values, scale = fp8(0, 64, 128), scales(1, 1, 1)
-    tiles, plain = fp8_tiles.arrange(values), jnp.ones((64, 128), jnp.bfloat16)
-    dtype_of = activations.row_dtype
-    assert dtype_of(tiles, scale) == jnp.float16
-    assert dtype_of(tiles, scale, jnp.float32) == jnp.float32
-    assert dtype_of(values, scale) == dtype_of(plain, None) == jnp.bfloat16
-    x = jnp.ones((8, 128), jnp.float16)
-    for weight, of in ((values, scale), (plain, None)):
-        with pytest.raises(NotImplementedError, match="must be bfloat16, not float16"):
-            linear(x, weight, scale=of, implementation="mosaic_gpu")
-    wide = x.astype(jnp.float32)
-    with pytest.raises(NotImplementedError, match="must be bfloat16 or float16, not float32"):
-        linear(wide, tiles, scale=scale, implementation="mosaic_gpu")
 
 
 def common_rows(seed: int, R: int, K: int) -> jax.Array:

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import dispatch, formats, fp8_tiles
 from pallas_kernels.block_gemm import mosaic_gpu as block_gemm
-from pallas_kernels.device import B200, H200
+from pallas_kernels.device import H200
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -116,16 +116,3 @@ def test_their_sums_are_rounded():
         x = np.asarray(whole((shape[0], shape[2]), 1), np.float64)
         wide = np.asarray(formats.dequantize(*weight(form, *shape[1:]), jnp.float32), np.float64)
         assert (product(form, shape, 64, 2, False, 3)[0] != x @ wide.T).mean() > 0.3
-
-
-@pytest.mark.parametrize("kind", ["plain", "fp8", "mxfp4"])
-def test_few_tokens_and_blackwell_have_one_warpgroup(kind):
-    shape = (5120, 2048)
-    choose = functools.partial(block_gemm.TuningConfig.choose, kind=kind)
-    few, many = choose(64, *shape, H200), choose(256, *shape, H200)
-    assert (few.tokens, few.groups) == (64, 1)
-    assert many.tokens == 128
-    assert many.groups > 1
-    assert many.chunks == few.chunks
-    there = choose(4096, *shape, B200)
-    assert (there.tokens, there.groups) == (64, 1)

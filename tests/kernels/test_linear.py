@@ -90,15 +90,6 @@ def test_bfloat16_rows_meet_the_weight_rounded_to_bfloat16(form, N):
     assert np.allclose(np.asarray(narrow, np.float64), wanted, rtol=2**-8, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_leading_axes_of_the_rows_stay(form):
-    values, scale = weight_of(form, TILE + 10, 64)
-    x = rows(6, 64)
-    flat = linear(x, values, scale=scale)
-    assert np.array_equal(linear(x.reshape(2, 3, 64), values, scale=scale).reshape(6, -1), flat)
-    assert linear(x[0], values, scale=scale).shape == (TILE + 10,)
-
-
 @pytest.mark.parametrize("form", FORMATS[1:])
 def test_only_a_tile_is_ever_unpacked(form):
     N, K = 16 * TILE, 256

@@ -12,7 +12,7 @@ from pallas_kernels.moe import mosaic_plan, mosaic_route, mosaic_sort, paths, re
 from pallas_kernels.moe.mosaic_layout import Own, Plan, Scratch
 from pallas_kernels.moe.mosaic_plan import Results
 from pallas_kernels.moe.worklist import make_worklist, most_items, own_items
-from tests.kernels.lanes import Machine, places
+from tests.kernels.lanes import Machine
 
 KINDS = ("plain", "ties", "zeros", "infinite", "uneven")
 
@@ -209,26 +209,6 @@ def assert_sorts(machine: Machine, tiles: np.ndarray) -> None:
         assert np.array_equal(ends_ref.read(), ends)
     done = np.minimum((ends <= np.arange(32 * chunks)[:, None]).sum(1), Ep - 2)
     assert np.array_equal(experts.read(), done)
-
-
-@pytest.mark.parametrize(("E", "width"), [(20, 1), (64, 2), (96, 4)])
-def test_a_lane_has_adjacent_columns_of_whole_rows(E, width):
-    plan = plan_of(40, E, 4, tokens=8)
-    assert plan.Ep == 32 * width
-    for warp in range(4):
-        wide = places(plan.wide, (16, plan.Ep), warp)
-        rows, columns = np.divmod(wide.reshape(4, width, 32), plan.Ep)
-        assert (rows == 4 * np.arange(4)[:, None, None] + warp).all()
-        assert (columns == width * np.arange(32) + np.arange(width)[:, None]).all()
-
-
-def test_a_lane_has_one_entry_of_each_eight_of_a_row():
-    plan = plan_of(200, 96, 10, tokens=8)
-    lane = np.arange(32)
-    for warp in range(4):
-        j, r = np.divmod(places(plan.tall, (16, 32), warp).reshape(2, 2, 32), 32)
-        assert (j == 8 * np.arange(2)[:, None, None] + lane % 8).all()
-        assert (r == 16 * np.arange(2)[:, None] + 4 * (lane // 8) + warp).all()
 
 
 def test_a_missing_barrier_between_lanes_fails(monkeypatch):

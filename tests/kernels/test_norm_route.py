@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import dispatch, fp8_tiles
 from pallas_kernels.block_gemm.api import linear
-from pallas_kernels.moe import api, mosaic_norm, mosaic_norm_send, mosaic_plan
+from pallas_kernels.moe import api, mosaic_norm, mosaic_plan
 from pallas_kernels.moe.paths import CHIPS, Routing, TuningConfig
 from pallas_kernels.moe.reference import Choice, Experts, ExpertWeights
 from pallas_kernels.rms_norm import mosaic_gpu as rms_norm
@@ -182,23 +182,6 @@ def test_weights_need_not_be_normalised():
     assert_same_bits(given(16, 1024), normalize=False)
 
 
-@pytest.mark.exhaustive
-@race_free
-def test_four_warpgroups_have_the_bits_of_the_three_kernels(monkeypatch):
-    kernels = mosaic_norm.norm_and_route, mosaic_norm.norm_and_product
-    for module in (mosaic_norm, mosaic_norm_send):
-        monkeypatch.setattr(module, "BLOCKS", 4)
-    for kernel in kernels:
-        kernel.clear_cache()
-    assert_same_bits(given(3, 2048, biases=True))
-    assert_same_logits(given(18, 2048))
-    for kernel in kernels:
-        kernel.clear_cache()
-
-
-WEIGHT = np.ones((EXPERTS, 1024), np.float32)
-
-
 class Called(Exception):
     """Raised by a spy in place of a kernel, so that nothing is computed."""
 
@@ -233,23 +216,6 @@ def mixed(monkeypatch, *, R=2, router=None, first=None, **changes) -> None:
         implementation="mosaic_gpu",
     )
     jax.eval_shape(run, *experts)
-
-
-@pytest.mark.parametrize(
-    ("changes", "path"),
-    [
-        (dict(), "planned"),
-        (dict(first=np.int32(0)), "product"),  # of a device with a share of the experts
-        (dict(R=17), "product"),
-        (dict(R=128), "product"),
-        (dict(R=129), "separate"),
-        (dict(router=(WEIGHT.astype(jnp.float8_e4m3fn), np.ones((1, 8), np.float32))), "separate"),
-        (dict(router=(WEIGHT, None)), "separate"),
-    ],
-)
-def test_one_kernel_is_for_few_rows_and_a_router_in_bfloat16(monkeypatch, changes, path):
-    with pytest.raises(Called, match=path):
-        mixed(monkeypatch, **changes)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.device import B200, H200, RTX5090
-from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100, mosaic_sm120
 from pallas_kernels.verify_attention.mosaic_plan import (
     GROWING,
     UNIFORM,
     Splits,
     cut,
-    longest_walk,
     max_splits,
     splits_of,
 )
@@ -89,49 +86,6 @@ def test_walks_share_all_splits_in_order(splits, walks):
         assert firsts[0] == splits.split_of(first)
         assert firsts == sorted(firsts)
         assert firsts[-1] <= splits.split_of(end - 1)
-
-
-@pytest.mark.parametrize("keys", [1000, 16384, 65536, 131072])
-@pytest.mark.parametrize("walks", [2, 8, 64, 66])
-def test_a_walk_is_shorter_than_an_equal_part_and_a_split(keys, walks):
-    longest = longest_walk(GROWING, keys, walks)
-    assert keys / walks <= longest < keys / walks + GROWING.steps[-1][1]
-
-
-LONG = [(1, 16384), (8, 16384), (1, 65536), (1, 131072)]
-"""Sequences, and keys of each."""
-CHIPS = {mosaic_sm90: (H200, 2), mosaic_sm100: (B200, 1), mosaic_sm120: (RTX5090, 2)}
-"""Device, and thread blocks of a head dim of 128 that run on a multiprocessor at once."""
-
-
-def schedule(chip, batch: int, keys: int, splits: Splits) -> tuple[int, int]:
-    """(thread blocks, keys that one place of the chip visits), for Qwen3-MoE: 4 kv heads, 8 rows a sequence."""
-    device, resident = CHIPS[chip]
-    config = chip.choose_config((batch, 8, 32, 128), 4, keys, None, device, splits)
-    assert config.splits == splits
-    blocks = 4 * batch * config.walks
-    waves = -(-blocks // (resident * device.num_sms))
-    return blocks, waves * longest_walk(splits, keys, config.walks)
-
-
-@pytest.mark.parametrize("chip", CHIPS, ids=["hopper", "blackwell", "rtx"])
-@pytest.mark.parametrize(("batch", "keys"), LONG)
-def test_no_schedule_is_longer_than_that_of_equal_splits_and_what_its_longest_split_adds(
-    chip, batch, keys
-):
-    """A walk owns whole splits, so with one sequence a long split is what a growing rule costs."""
-    _, uniform = schedule(chip, batch, keys, UNIFORM)
-    blocks, growing = schedule(chip, batch, keys, GROWING)
-    longest_split = keys - GROWING.first_of(GROWING.split_of(keys - 1))
-    assert uniform <= growing <= max(1.25 * uniform, longest_split)
-    if chip is mosaic_sm90 and (batch, keys) in ((8, 16384), (1, 131072)):
-        assert (blocks, growing) == (256, uniform)  # nothing is lost
-
-
-def test_growing_splits_leave_places_of_one_sequence_without_work():
-    """On an H200; splits of 1,024 keys from position 4,096 on would leave 64 thread blocks, which take longer."""
-    assert schedule(mosaic_sm90, 1, 16384, UNIFORM) == (256, 256)
-    assert schedule(mosaic_sm90, 1, 16384, GROWING) == (128, 512)
 
 
 def test_a_window_has_equal_splits():

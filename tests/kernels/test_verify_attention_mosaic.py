@@ -12,7 +12,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.device import B200, H200, RTX5090
 from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100, mosaic_sm120, reference
 from pallas_kernels.verify_attention.api import verify_attention
-from pallas_kernels.verify_attention.mosaic_plan import Splits, longest_walk
+from pallas_kernels.verify_attention.mosaic_plan import Splits
 from pallas_kernels.verify_attention.specs import SPECS
 
 pytestmark = pytest.mark.sampled(2)
@@ -321,21 +321,6 @@ def test_rtx_cards_run_the_reference_with_heads_that_their_registers_do_not_hold
             jax.eval_shape(run("mosaic_gpu"), q, k, v)
         narrow = (x[..., :256] for x in (q, k, v))
         assert "mpmd_map" in str(jax.make_jaxpr(run(None))(*narrow))
-
-
-@on_each_chip
-@pytest.mark.parametrize("batch", [1, 4, 8, 12])
-@pytest.mark.parametrize("length", [4096, 16384, 131072])
-def test_no_wave_of_thread_blocks_is_nearly_empty(chip, batch, length):
-    """Blocks of a wave run at once; one block more than fits would double the time."""
-    device = DEVICES[chip]
-    room = (1 if chip is mosaic_sm100 else 2) * device.num_sms
-    config = chip.choose_config((batch, 8, 32, 128), 4, length, None, device)
-    waves = -(-4 * batch * config.walks // room)
-    longest = waves * longest_walk(config.splits, length, config.walks)
-    split = length - config.splits.first_of(config.splits.split_of(length - 1))
-    even = length * 4 * batch / room  # keys of a place, if they could be shared evenly
-    assert longest <= 1.25 * max(even, split) + split
 
 
 @on_each_chip

@@ -14,8 +14,10 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError, ExpertsConfig, GlobalAttention
 from peagle_jax.engine.device.program import GreedyRound
 from peagle_jax.rope_config import RopeConfig
-from tests import programs, tiny
+from tests import tiny
 from tests.programs import one_bucket
+
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 EXPERTS = ExpertsConfig(num_experts=8, top_k=2)
 TWO_LAYERS = dict(num_layers=2)
@@ -44,12 +46,6 @@ FAMILIES = {
 HEADS = dict(num_heads=8, num_kv_heads=4)
 LENGTHS = (1, 7, 17, 30, 5)
 MAX_TOKENS = 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    with programs.shared(controls=False):
-        yield
 
 
 def prompts() -> list[list[int]]:

@@ -114,6 +114,12 @@ def tools_client(tmp_path_factory):
     server.close()
 
 
+@pytest.fixture(scope="module")
+def alone(make_engine):
+    """An engine of its own, for what the server should say."""
+    return make_engine()
+
+
 @pytest.fixture
 def pace(server):
     """Rounds begin only when the test releases them, so a request can be caught while it runs."""

@@ -1,7 +1,5 @@
 """Descriptors for connections, and files that are read again."""
 
-import logging
-import os
 import resource
 import socket
 
@@ -10,7 +8,6 @@ import pytest
 from peagle_jax.config import ConfigError
 from serving.access import prepare_access
 from serving.settings import MOST_CONNECTIONS, Settings
-from tests.serving.certificates import authority, signed
 
 FREE = dict(port=0, http_port=0)
 
@@ -34,14 +31,6 @@ def test_the_soft_limit_of_descriptors_is_raised_to_what_is_needed(limits):
     assert now[0] == 128 + 2 * (MOST_CONNECTIONS + 16)
     assert prepare_access(Settings(**FREE, max_connections=10)).max_connections == 10
     assert now[0] == 128 + 2 * (MOST_CONNECTIONS + 16)  # never lowered
-
-
-def test_with_few_descriptors_the_default_is_what_fits(limits):
-    limits(100, 300)
-    access = prepare_access(Settings(**FREE))
-    assert (access.max_connections, access.max_per_address) == (70, 35)
-    assert 128 + 2 * (70 + 16) <= 300
-    assert prepare_access(Settings(port=0, http_port=-1)).max_connections == 156
 
 
 def test_more_connections_than_descriptors_are_refused_with_what_fits(limits):
@@ -72,37 +61,3 @@ def test_a_host_that_is_no_address_is_named_before_grpc_sees_it(host):
         OSError, match=f"^host='{host}' is no address or name that this machine knows"
     ):
         prepare_access(Settings(port=0, http_port=-1, host=host))
-
-
-def test_files_are_read_again_and_bad_ones_change_nothing(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    ca = authority(tmp_path, "ca")
-    pair, second = (signed(tmp_path, name, ca) for name in ("server", "second"))
-    cert, key, tokens = (tmp_path / name for name in ("cert", "key", "tokens"))
-    cert.write_bytes(pair.bytes()[0])
-    key.write_bytes(pair.bytes()[1])
-    tokens.write_text("first\n")
-    files = dict(tls_cert=str(cert), tls_key=str(key), auth_token_file=str(tokens))
-    access = prepare_access(Settings(**FREE, **files))
-    access.read_again()
-    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
-    caplog.clear()
-    cert.write_bytes(second.bytes()[0])  # not this key's
-    stat = tokens.stat()
-    tokens.write_text("######")  # as long and as old as before: only an order can find it
-    os.utime(tokens, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    access.read_again()
-    assert list(access.tokens) == [b"first"]
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2
-    assert all("the old ones stay in use" in message for message in messages)
-    key.write_bytes(second.bytes()[1])
-    tokens.write_text("second")
-    access.read_again()
-    assert list(access.tokens) == [b"second"]
-
-
-def test_without_files_there_is_nothing_to_read_again(caplog):
-    caplog.set_level(logging.INFO)
-    prepare_access(Settings(**FREE)).read_again()
-    assert "no tokens and no certificates" in caplog.text

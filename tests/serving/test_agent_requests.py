@@ -154,19 +154,6 @@ def test_a_long_result_of_a_tool_reaches_the_prompt_or_is_refused_by_its_size(sc
         client.chat.completions.create(**CHAT | dict(messages=results(5000)), tools=[TOOL])
 
 
-LABELS = dict(
-    user="u", metadata={"a": "b"}, store=False, service_tier="auto", seed=7, verbosity="medium",
-    safety_identifier="s", prompt_cache_key="k", logit_bias={"65": 5}, parallel_tool_calls=True,
-    reasoning_effort="low", top_p=0.9, presence_penalty=0.1, max_completion_tokens=20,
-)  # fmt: skip
-
-
-def test_labels_and_options_of_a_usual_chat_are_taken(scripted, client):
-    scripted.say("Hi")
-    answer = client.chat.completions.create(**CHAT, tools=[TOOL], **LABELS)
-    assert answer.choices[0].message.content == "Hi"
-
-
 REFUSED = {
     "logit_bias": dict(logit_bias={"hello": 1}),
     "tools[0].type": dict(tools=[{"type": "custom", "custom": {"name": "a"}}]),

@@ -1,35 +1,22 @@
 """From settings to an engine: every size reaches it."""
 
-import contextlib
-import json
 import re
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
-from pathlib import Path
 
-import grpc
 import pytest
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from peagle_jax import EngineConfig
 from peagle_jax.cli import runs
 from peagle_jax.cli.model_folders import embedded
 from peagle_jax.config import ConfigError
-from serving.client import main
 from serving.engines import make_engine
 from serving.settings import Settings, read_models, served_name
-from tests.cli import conftest
-from tests.serving.certificates import authority, signed
 from tests.serving.live import LiveServer
-from tests.waiting import LIMIT, eventually
-
-folders = conftest.folders
+from tests.waiting import LIMIT
 
 
 def test_every_size_reaches_the_engine():
@@ -80,12 +67,6 @@ def test_memory_for_keys_and_values_is_a_number_of_pages():
 def test_plain_decoding_has_no_drafts():
     engine = make_engine(Settings(method="none"))
     assert (engine.config.num_draft, engine.drafter_config) == (0, None)
-
-
-def test_the_name_is_the_folders_unless_given(tmp_path):
-    assert served_name(Settings()) == "embedded"
-    assert served_name(Settings(model=str(tmp_path / "qwen3-8b") + "/")) == "qwen3-8b"
-    assert served_name(Settings(model=str(tmp_path), served_model_name="mine")) == "mine"
 
 
 def test_hub_ids_are_downloaded_and_name_the_model(monkeypatch):
@@ -142,89 +123,6 @@ def test_it_can_be_stopped_while_it_loads(number):
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=LIMIT)
     assert ended.returncode == 128 + number, ended.stderr
-
-
-@contextlib.contextmanager
-def started(*arguments: str, log: Path):
-    """The server as a process, with its ports and the log lines before it listened."""
-    command = [sys.executable, "-m", "serving", *arguments]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
-        try:
-            output = ""
-            while len(ports := re.findall(r"listens on 127.0.0.1:(\d+)", output)) < 2:
-                line = process.stdout.readline()
-                assert line, log.read_text()
-                output += line
-            yield process, ports, output
-        finally:
-            process.kill()  # of one that has ended it does nothing
-
-
-@pytest.mark.slow
-def test_the_whole_server_from_start_to_drain(folders, tmp_path, capsys):
-    """TLS and a token on both ports, a file of options, a signal while a request runs."""
-    ca = authority(tmp_path, "ca")
-    pair = signed(tmp_path, "server", ca)
-    token, config, log = (tmp_path / name for name in ("token", "server.yaml", "log"))
-    token.write_text("open sesame\n")
-    config.write_text(
-        f"max-num-seqs: 1\nmax-model-len: 256\nport: 0\nhttp-port: 0\ndrain-seconds: {LIMIT:g}\n"
-    )
-    arguments = ["--config", str(config), "--tls-cert", pair.cert, "--tls-key", pair.key]
-    arguments += ["--auth-token-file", str(token), "--no-reflection", *folders.options()]
-    with started(*arguments, log=log) as (process, ports, output):
-        client = ["--address", f"localhost:{ports[0]}", "--tls-ca", ca.cert]
-        # NOT_SERVING until all is compiled.
-        eventually(lambda: process.poll() is not None or main([*client, "--health"]) == 0)
-        _check_ports(ports, Path(ca.cert).read_bytes())
-        client += ["--token-file", str(token)]
-        asking = [*client, "def f(", "--ignore-eos", "--json", "--max-tokens"]
-        assert json.loads(_told(capsys, [*asking, "9"]))["usage"]["completion_tokens"] == 9
-        # Four sequences, one after the other: it runs for seconds.
-        many = [*asking, "200", "--n", "4", "--temperature", "1"]
-        late = subprocess.Popen(
-            [sys.executable, "-m", "serving.client", *many], stdout=subprocess.PIPE
-        )
-        running = lambda: json.loads(_told(capsys, [*client, "--info"]))["stats"]["num_running"]
-        eventually(lambda: late.poll() is not None or running())
-        process.send_signal(signal.SIGTERM)
-        out, _ = late.communicate(timeout=LIMIT)
-        assert json.loads(out)["usage"]["completion_tokens"] == 800  # it was let run on
-        output += process.communicate(timeout=LIMIT)[0]
-        assert process.returncode == 0
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert "max-num-seqs: 1  (file" in output
-    statuses = [one["status"] for one in lines if one["message"] == "request"]
-    assert statuses[-2:] == ["OK", "OK"]
-    assert set(statuses[:-2]) == {"UNAUTHENTICATED"}
-    assert "sesame" not in output + json.dumps(lines)
-
-
-def _told(capsys, arguments: list[str]) -> str:
-    capsys.readouterr()
-    assert main(arguments) == 0
-    return capsys.readouterr().out
-
-
-def _check_ports(ports: list[str], ca: bytes) -> None:
-    """Answers on both ports to a client without a token or certificate."""
-    credentials = grpc.ssl_channel_credentials(ca)
-    with grpc.secure_channel(f"localhost:{ports[0]}", credentials) as channel:
-        mirror = reflection_pb2_grpc.ServerReflectionStub(channel)
-        ask = reflection_pb2.ServerReflectionRequest(list_services="")
-        with pytest.raises(grpc.RpcError) as caught:
-            list(mirror.ServerReflectionInfo(iter([ask])))
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    context = ssl.create_default_context(cadata=ca.decode())
-    url = f"https://localhost:{ports[1]}"
-    assert urllib.request.urlopen(f"{url}/health", context=context).status == 200
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(f"{url}/metrics", context=context)
-    assert refused.value.code == 401
-    refused.value.close()
 
 
 def serve(*arguments: str) -> subprocess.CompletedProcess:

@@ -7,7 +7,6 @@ import pytest
 
 from serving.http import chat, completions
 from serving.http.errors import dump
-from serving.http.openai_answer import MARK, Template
 from tests.serving.test_http_connections import connect, read_all
 from tests.waiting import LIMIT
 
@@ -27,12 +26,6 @@ def body_of(scripted, path: str) -> str:
     with scripted.live.unmerged():
         text = httpx.post(address, json=ask, headers=headers, timeout=LIMIT).text
     return re.sub(r'"created":\d+', '"created":0', text)
-
-
-@pytest.mark.parametrize("text", ["", 'a"\\\n\0', "é\u2028\U0001f600", "\ud800", MARK])
-def test_a_template_writes_what_dump_writes(text):
-    object_of = lambda text: {"model": MARK, "choices": [{"text": text, "finish": None}]}
-    assert Template(object_of(MARK)).filled(text) == dump(object_of(text))
 
 
 @paths

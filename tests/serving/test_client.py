@@ -69,20 +69,6 @@ def test_json_has_all_fields(ask, make_engine):
     assert answer["usage"]["drafted_per_position"] == expected.drafted_per_position
 
 
-def test_options_reach_the_engine(ask):
-    _, sampled, _ = ask(PROMPT, "--temperature", "1", "--seed", "5", "--max-tokens", "20", "--json")
-    _, again, _ = ask(PROMPT, "--temperature", "1", "--seed", "5", "--max-tokens", "20", "--json")
-    _, other, _ = ask(PROMPT, "--temperature", "1", "--seed", "6", "--max-tokens", "20", "--json")
-    tokens = [json.loads(one)["sequences"][0]["token_ids"] for one in (sampled, again, other)]
-    assert tokens[0] == tokens[1] != tokens[2]
-    _, plain, err = ask(PROMPT, "-K", "0", "--max-tokens", "20")
-    assert "acceptance length" not in err
-    stop = plain[4:7]
-    _, stopped, err = ask(PROMPT, "--max-tokens", "20", "--stop", stop)
-    assert stopped == plain[: plain.index(stop)] + "\n"
-    assert "ended by stop" in err
-
-
 def test_allowed_tokens_and_salts_reach_the_engine(ask):
     options = ["--max-tokens", "6", "--json", "--allowed-token", "5", "--allowed-token", "9"]
     _, out, _ = ask(PROMPT, *options)

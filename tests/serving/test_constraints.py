@@ -248,21 +248,6 @@ def test_a_client_makes_the_server_forget_no_constraint_of_others(monkeypatch):
     assert memory._sizes.total() <= 20_000
 
 
-def test_a_constraint_that_was_checked_needs_no_process(engine, monkeypatch):
-    async def work(made):
-        for structured in (Structured.json_object(), Structured.choice(["a"])):
-            await made.compile(structured, field="structured")
-        monkeypatch.setattr(constraints.Process, "ask", lambda *_: pytest.fail("checked again"))
-        (first,) = await made.compile(Structured.json_object(), field="structured")
-        (second,) = await made.compile(Structured.json_object(), field="structured")
-        assert first.matcher is not second.matcher
-        first.consume([5])
-        assert first.error
-        assert not second.error
-
-    run(engine, work)
-
-
 def test_no_caller_learns_from_the_time_which_constraints_others_send(engine, monkeypatch):
     checked = []
     ask = constraints.Process.ask
@@ -279,18 +264,6 @@ def test_no_caller_learns_from_the_time_which_constraints_others_send(engine, mo
     monkeypatch.setattr(constraints.Process, "ask", count)
     run(engine, work)
     assert len(checked) == 2
-
-
-def test_the_vocabulary_is_read_before_the_first_constraint(engine):
-    fresh = Grammars(engine.tokenizer, engine.tokenizer.vocab_size, [0])
-    hopeless = Grammars(engine.tokenizer, engine.tokenizer.vocab_size, [])  # without an end
-
-    async def work(made):
-        await made.prepare()
-
-    for grammars in (fresh, hopeless):
-        run(SimpleNamespace(**vars(engine) | {"grammars": grammars}), work)
-    assert fresh._vocabulary is not None
 
 
 def test_a_model_without_a_tokenizer_refuses_constraints_by_name():
@@ -461,13 +434,6 @@ def test_large_definitions_are_remembered_too(engine, monkeypatch):
     run(engine, work)
 
 
-def test_each_sequence_has_a_matcher_of_its_own(engine):
-    numbers = Structured.regex("[0-9]{3}")
-    first, *others = run(engine, lambda made: made.compile(numbers, field="f", number=3))
-    first.consume(engine.tokenizer.encode("123"))
-    assert (first.is_complete, [one.is_complete for one in others]) == (True, [False, False])
-
-
 @pytest.mark.parametrize("kind", ["regex", "choice", "grammar", "json_schema"])
 def test_half_of_a_surrogate_pair_is_named(engine, kind):
     half = "\ud800"
@@ -479,11 +445,3 @@ def test_half_of_a_surrogate_pair_is_named(engine, kind):
 def test_a_schema_that_is_too_long_is_refused_before_it_is_parsed():
     with pytest.raises(ConfigError, match="characters are more than"):
         Structured.json_schema("[" * (1 << 20))
-
-
-def test_a_lease_may_end_while_the_same_thread_counts():
-    memory = ConstraintMemory(200)
-    lease = memory.lease("a", 100)
-    with memory._lock:  # as a collection of garbage within the count would end it
-        del lease
-    assert memory.lease("a", 100)

@@ -95,10 +95,6 @@ def in_force(stages, arguments: list[str]) -> Settings:
     return found
 
 
-def is_copied(name: str, copied: list[str]) -> bool:
-    return any(name == one or name.startswith(f"{one}/") for one in copied)
-
-
 def test_the_image_runs_the_server_as_an_unprivileged_user(stages):
     server = stages["server"]
     assert server.image == "python:3.12-slim"
@@ -216,21 +212,6 @@ def test_prometheus_scrapes_what_runs(services, stages):
     assert all((DEPLOY / source).is_file() for source, _, _ in mounts)
 
 
-def test_grafana_reads_its_dashboard_from_prometheus(services):
-    mounts = [one.split(":") for one in services["grafana"]["volumes"]]
-    assert all((DEPLOY / source).is_file() for source, _, _ in mounts)
-    places = {Path(source).name: Path(place) for source, place, _ in mounts}
-    (source,) = yaml.safe_load((DEPLOY / "grafana/datasource.yaml").read_text())["datasources"]
-    assert places["datasource.yaml"].parent.name == "datasources"
-    url = urllib.parse.urlsplit(source["url"])
-    assert url.port in published(services[url.hostname])
-    (provider,) = yaml.safe_load((DEPLOY / "grafana/provider.yaml").read_text())["providers"]
-    assert places["provider.yaml"].parent.name == "dashboards"
-    assert places["dashboard.json"].parent == Path(provider["options"]["path"])
-    uid = json.loads((DEPLOY / "grafana/dashboard.json").read_text())["uid"]
-    assert f"localhost:3000/d/{uid}" in (DEPLOY / "compose.yaml").read_text()
-
-
 def test_kubernetes_starts_a_server_that_exists(pod, objects, stages):
     (container,) = pod["containers"]
     found = in_force(stages, container["args"])
@@ -270,9 +251,3 @@ def test_kubernetes_waits_for_the_drain(pod, stages):
     drain = in_force(stages, container["args"]).drain_seconds
     assert pod["terminationGracePeriodSeconds"] >= int(seconds) + drain + AFTER_DRAIN
     assert f"the drain, and {AFTER_DRAIN:g} seconds" in (ROOT / "docs/serving.md").read_text()
-
-
-def test_kubernetes_sets_no_variables_of_its_own(pod, objects):
-    """It would for a Service whose name begins with our prefix, and the server would refuse them."""
-    assert objects["Service"]["metadata"]["name"].startswith("peagle")
-    assert pod["enableServiceLinks"] is False

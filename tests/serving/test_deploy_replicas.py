@@ -74,17 +74,6 @@ def check_gateway(args, addresses: set[str]) -> None:
     assert args.policy == "cache_aware"
 
 
-def test_every_server_of_compose_has_its_own_gpus(servers):
-    assert len(servers) >= 2
-    seen = []
-    for one in servers.values():
-        (device,) = one["deploy"]["resources"]["reservations"]["devices"]
-        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
-        assert device["device_ids"]
-        seen += device["device_ids"]
-    assert len(set(seen)) == len(seen)
-
-
 def test_servers_of_compose_exist(servers, stages):
     for one in servers.values():
         found = in_force(stages, one["command"])
@@ -104,15 +93,6 @@ def test_the_gateway_of_compose_lists_every_server(services, servers, stages):
     healthy = {"condition": "service_healthy"}
     assert services["gateway"]["depends_on"] == dict.fromkeys(servers, healthy)
     assert published(services["gateway"]) == {args.port: ("127.0.0.1", args.port)}
-
-
-def test_prometheus_finds_every_server_of_compose(services, servers):
-    content = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
-    (job,) = (one for one in content["scrape_configs"] if one["job_name"] == "peagle")
-    (names,) = (one["names"] for one in job["dns_sd_configs"])
-    for one in servers.values():
-        assert one["networks"]["default"]["aliases"] == names
-    assert "./prometheus.yml:" in services["prometheus"]["volumes"][0]
 
 
 def test_the_gateway_of_kubernetes_lists_every_server(objects, replicas, gateway, stages):
@@ -148,18 +128,6 @@ def test_servers_of_kubernetes_exist_and_may_drain(replicas, stages):
         True,
         user,
     )
-
-
-def test_the_gateway_of_kubernetes_is_reachable_and_may_drain(objects, gateway):
-    (container,) = gateway["containers"]
-    args = smg_options(container["args"])
-    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
-    assert ports == {"http": args.port, "metrics": args.prometheus_port}
-    (port,) = objects["Service", "peagle-gateway"]["spec"]["ports"]
-    assert (port["port"], port["targetPort"]) == (args.port, "http")
-    assert gateway["terminationGracePeriodSeconds"] > args.shutdown_grace_period_secs
-    labels = objects["Deployment", "peagle-gateway"]["spec"]["template"]["metadata"]["labels"]
-    assert objects["Service", "peagle-gateway"]["spec"]["selector"] == labels
 
 
 def test_the_commands_of_the_page_start_servers_and_their_gateway():

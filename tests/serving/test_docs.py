@@ -68,22 +68,6 @@ def test_its_servers_can_be_started(tmp_path):
             assert sources["max_num_seqs"] == f"file {file}"
 
 
-def test_its_calls_can_be_made():
-    shown = commands("peagle-client")
-    assert len(shown) >= 7
-    for arguments, _ in shown:
-        if "--help" not in arguments:
-            client_parser().parse_args(arguments)
-
-
-def test_its_loads_can_be_made():
-    shown = [words for words, _ in commands("peagle-bench") if words[0] == "serve-load"]
-    assert len(shown) == 3
-    for words in shown:
-        args = PROGRAM.parser(["serve-load"]).parse_args(words)
-        resolve(args.serve_options, {})
-
-
 def test_its_gateway_can_be_started():
     (shown,) = commands("smg")
     assert shown[0][0] == "launch"
@@ -117,14 +101,3 @@ def test_the_metrics_are_those_of_the_server(server, kind):
     part = TEXT[TEXT.index("**Metrics**") : TEXT.index("AL over the last five minutes")]
     named = set(re.findall(r"`((?:vllm|peagle):\w+)`", part))
     assert (named - exported if kind == "named and not there" else exported - named) == set()
-
-
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
-        if not target.startswith("http"):
-            assert (ROOT / "docs" / target).exists(), target
-    anchors = {
-        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
-        for heading in re.findall(r"^#+ (.*)$", TEXT, re.MULTILINE)
-    }
-    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= anchors

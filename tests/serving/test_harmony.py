@@ -1,6 +1,5 @@
 """Replies in harmony's channels: reasoning and text are separated, by tokens and through a live server."""
 
-import grpc
 import openai
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -8,8 +7,6 @@ from tokenizers import Tokenizer as Backend
 
 from peagle_jax.text.tokenizer import Tokenizer
 from serving.harmony import HarmonyIds, HarmonyParser
-from serving.protos import peagle_v1_pb2 as pb
-from serving.protos import peagle_v1_pb2_grpc
 from serving.replies.arguments import Tools
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ReplyPart, ToolCall
@@ -136,23 +133,6 @@ def scripted(harmony):
     server = LiveServer(engine, http=True)
     yield server
     server.close()
-
-
-@pytest.mark.slow
-def test_chats_over_grpc_have_reasoning(scripted):
-    with grpc.insecure_channel(scripted.address) as channel:
-        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
-        chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hello")])
-        once = stub.GenerateOnce(pb.GenerateRequest(chat=chat))
-        assert once.sequences[0].text == "Hi é!"
-        assert once.sequences[0].reasoning == "They greet é."
-        assert once.sequences[0].finish.reason == pb.FINISH_REASON_STOP
-        deltas = list(stub.Generate(pb.GenerateRequest(chat=chat)))
-        assert "".join(delta.text for delta in deltas) == "Hi é!"
-        assert "".join(delta.reasoning for delta in deltas) == "They greet é."
-        plain = stub.GenerateOnce(pb.GenerateRequest(text="Hello"))
-        assert plain.sequences[0].text == "analysisThey greet é.assistantfinalHi é!"
-        assert plain.sequences[0].reasoning == ""
 
 
 def test_chats_over_http_have_reasoning(scripted):

@@ -38,12 +38,6 @@ def stub(live):
         yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
 
-@pytest.fixture(scope="module")
-def alone(make_engine):
-    """An engine of its own, for what the server should say."""
-    return make_engine()
-
-
 def tensor(name: str, value: str | bool, shape=(1,)) -> InferInput:
     kind = "BOOL" if isinstance(value, bool) else "BYTES"
     made = InferInput(name, list(shape), kind)

@@ -168,26 +168,6 @@ def test_tokens_and_counts_are_those_of_the_api(server, page):
     page.check_quiet()
 
 
-def test_the_title_has_the_drafts_of_the_rounds(server, page):
-    # As if the server chose fewer drafts than the page asks for.
-    page.run(
-        "window.fetch = (real => (url, options) => real(url, options?.body ? {...options, body: "
-        "JSON.stringify({...JSON.parse(options.body), num_speculative_tokens: 2})} : options))(fetch)"
-    )
-    page.ask()
-    rounds = answer_of(server, num_speculative_tokens=2)["choices"][0]["rounds"]
-    assert {len(one["drafts"]) for one in rounds[1:]} == {2}
-    assert page.text(".run h2") == "Drafts, K = 2"
-
-
-def test_fates_differ_in_more_than_colour(page):
-    kinds = page.run(
-        "[...document.querySelectorAll('.marks .token')].map(t => "
-        "[getComputedStyle(t).textDecorationLine, getComputedStyle(t).textDecorationStyle].join(' '))"
-    )
-    assert len(set(kinds)) == len(kinds) == 5
-
-
 def test_the_drafts_of_a_round_show_under_the_pointer_and_by_keyboard(server, page):
     rounds = answer_of(server)["choices"][0]["rounds"]
     page.ask()
@@ -235,29 +215,6 @@ def test_the_race_finds_equal_texts(server, page):
     page.check_quiet()
 
 
-def test_a_race_with_other_texts_says_so(server, page):
-    page.await_model()
-    page.run(
-        "window.fetch = ((real, n) => (url, options) => real(url, options?.method === 'POST' && n++ "
-        "? {...options, body: options.body.replace('hello', 'jello')} : options))(fetch, 0)"
-    )
-    page.ask(button="#race")
-    assert page.one("#verdict").get_attribute("data-equal") == "false"
-    assert page.text("#verdict").startswith("Different texts: they part after ")
-
-
-def test_a_race_whose_first_answer_fails_starts_no_second(server, page):
-    page.await_model()
-    page.run(
-        "window.fetch = (real => (url, options) => options?.method === 'POST' "
-        "? Promise.resolve(new Response('{}', {status: 503})) : real(url, options))(fetch)"
-    )
-    page.ask(button="#race")
-    assert page.one("#problem").is_displayed()
-    assert [one.text for one in page.all(".progress")] == ["failed", "not started"]
-    assert page.text("#verdict") == ""
-
-
 def test_text_is_never_html(server, page):
     prompt = "<img src=x onerror=document.title=1>"
     page.ask(prompt)
@@ -269,49 +226,12 @@ def test_text_is_never_html(server, page):
         page.run("document.body.innerHTML = '<p>'")
 
 
-def test_a_chat_goes_through_the_template(server, page):
-    page.await_model()
-    page.one("input[value=chat]").click()
-    page.ask("hi", max_tokens=8)
-    body = dict(messages=[dict(role="user", content="hi")], max_tokens=8, temperature=0)
-    url = f"http://{server.http_address}/v1/chat/completions"
-    answer = httpx.post(url, json=body, timeout=LIMIT).json()
-    assert page.text(".rounds") == answer["choices"][0]["message"]["content"]
-    assert page.text(".prompt") == ""
-    page.check_quiet()
-
-
-def test_charts_follow_the_metrics(server, page):
-    page.ask()
-    label = lambda title: page.one(f"#charts svg[aria-label^='{title}']").get_attribute(
-        "aria-label"
-    )
-    eventually(lambda: "0 running, 0 waiting" in label("Requests"))
-    counts = server.call(lambda: server.frontend.load.acceptance)
-    wanted = [f"{round(100 * rate)} %" for rate in counts.rates]
-    shown = "[...document.querySelectorAll('#charts .share')].map(t => t.textContent)"
-    eventually(lambda: page.run(shown) == wanted, "the chart of positions follows /metrics")
-    assert page.text("#server-note") == "K = 3 at every batch size."
-    page.check_quiet()
-
-
 def test_mistakes_are_explained(server, page):
     page.ask("a" * 200)
     message = answer_of(server, prompt="a" * 200)["error"]["message"]
     assert page.text("#problem") == message
     page.ask(max_tokens=4)  # the next answer takes the message away
     assert not page.one("#problem").is_displayed()
-
-
-def test_a_server_that_is_gone_is_explained(server, driver):
-    with server.another_http() as address:
-        page = Page(driver, address)
-        page.await_model()
-    page.one("#run").click()
-    page.await_end()
-    assert page.text("#problem").startswith("The server does not answer.")
-    eventually(lambda: page.text("#state") == "does not answer")
-    driver.get("about:blank")
 
 
 def test_an_answer_can_be_stopped(server, page):
@@ -357,33 +277,3 @@ def test_the_page_requests_a_token_once(server, driver, tmp_path):
         assert page.run("localStorage.length") == 0
         assert page.run("document.cookie") == ""
         driver.get("about:blank")
-
-
-def test_without_a_token_the_page_says_what_it_needs(server, driver, tmp_path):
-    with secured(server, tmp_path) as address:
-        driver.switch_to.new_window("tab")  # whose session has no token
-        page = Page(driver, address, "https")
-        eventually(lambda: page.one("#token-dialog").get_property("open"), "it asks")
-        page.one("#token").send_keys(Keys.ESCAPE)
-        eventually(lambda: page.text("#problem") == "This server needs a token that it knows.")
-        driver.close()
-        driver.switch_to.window(driver.window_handles[0])
-
-
-@pytest.mark.sampled(0, slow=1)
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-def test_the_page_fits_its_window(page, size, is_dark):
-    page.resize(*size, is_dark=is_dark)
-    page.ask(button="#race")
-    assert page.run("document.documentElement.scrollWidth") <= size[0]
-    outside = (
-        "[...document.querySelectorAll('main *, aside *')].filter(e => !e.closest('.text') && "
-        "e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"
-    )
-    assert page.run(outside) == []
-    tops = [one.rect["y"] for one in page.all(".run")]
-    assert (tops[0] == tops[1]) is (size == WIDE)  # side by side where there is room
-    assert page.run("getComputedStyle(document.body).colorScheme") == "light dark"
-    assert len(page.driver.get_screenshot_as_png()) > 10_000
-    page.check_quiet()

@@ -4,7 +4,6 @@ import threading
 import time
 
 import grpc
-import numpy as np
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -25,12 +24,6 @@ LONG = pb.Stopping(max_tokens=60, ignore_eos=True)
 def stub(live):
     with grpc.insecure_channel(live.address) as channel:
         yield peagle_v1_pb2_grpc.GenerationStub(channel)
-
-
-@pytest.fixture(scope="module")
-def alone(make_engine):
-    """An engine of its own, for what the server should say."""
-    return make_engine()
 
 
 def ids(*tokens: int) -> pb.TokenIds:
@@ -83,19 +76,6 @@ def test_text_tokens_and_chat_are_prompts(server, stub, tokenizer):
     messages = [pb.ChatMessage(role="user", content="ab")]
     by_chat = of(chat=pb.Chat(messages=messages))
     assert by_chat.sequences == of(text="user:ab\n").sequences
-
-
-def test_concurrent_requests_get_the_output_of_lone_ones(server, stub, alone):
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(2, 120, n).tolist() for n in rng.integers(1, 50, 24)]
-    params = SamplingParams(max_tokens=25, ignore_eos=True)
-    expected = [c.tokens for c in alone.generate(prompts, params)]
-    stopping = pb.Stopping(max_tokens=25, ignore_eos=True)
-    calls = [
-        stub.GenerateOnce.future(pb.GenerateRequest(tokens=ids(*prompt), stopping=stopping))
-        for prompt in prompts
-    ]
-    assert [list(call.result().sequences[0].token_ids) for call in calls] == expected
 
 
 def test_seeds_repeat_and_differ_between_sequences(server, stub):
@@ -309,14 +289,6 @@ def test_a_slot_is_not_left_empty_between_two_requests_of_a_client(server, stub)
             pace.release(3)
             assert len(call.result(LIMIT).sequences[0].token_ids) == 1
         other.cancel()
-
-
-def test_a_slow_reader_delays_no_other(server, stub):
-    slow = stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
-    next(slow)
-    for _ in range(8):
-        stub.GenerateOnce(pb.GenerateRequest(text="b", stopping=LONG))
-    assert len(joined(slow).token_ids) > 0
 
 
 def test_model_info_and_stats(server, stub):

@@ -190,29 +190,3 @@ def test_a_server_without_the_program_refuses_by_the_clients_own_name(live):
             assert error["param"] == name
             assert "--prompt-logprobs" in error["message"]
         assert client.post("/v1/completions", json=dict(prompt="a", echo=True)).json()["choices"]
-
-
-@pytest.mark.slow
-def test_the_harness_itself(scoring, tokenizer, expected):
-    """`local-completions` of lm-evaluation-harness, where it is installed."""
-    models = pytest.importorskip("lm_eval.models.openai_completions")
-    instance = pytest.importorskip("lm_eval.api.instance").Instance
-    model = models.LocalCompletionsAPI(
-        model="tiny",
-        base_url=f"http://{scoring.http_address}/v1/completions",
-        tokenizer_backend="huggingface",
-        tokenizer=str(tokenizer.folder),
-        max_length=90,
-        num_concurrent=1,
-        eos_string="~",
-    )
-    asks = [("hello there, a longer", " prompt of several chunks"), ("hello", " there")]
-    requests = [
-        instance(request_type="loglikelihood", doc={}, arguments=ask, idx=i)
-        for i, ask in enumerate(asks)
-    ]
-    (found, is_greedy), _ = model.loglikelihood(requests, disable_tqdm=True)
-    size = len(tokenizer.encode(asks[0][0]))
-    rest = expected.prompt_logprobs[size:]
-    assert found == pytest.approx(sum(one.logprob for one in rest), abs=1e-3)
-    assert bool(is_greedy) == all(one.rank == 1 for one in rest)

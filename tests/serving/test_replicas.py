@@ -3,12 +3,10 @@
 import itertools
 
 import pytest
-import yaml
 
 from tests import tiny
 from tests.serving.conftest import EOS_IDS
 from tests.serving.fleet import MAX_POSITION, Fleet, Load, save_model
-from tests.serving.test_deploy import DEPLOY
 from tests.waiting import LIMIT
 
 pytestmark = pytest.mark.slow
@@ -52,32 +50,6 @@ def prompts(fleet, texts):
 
 def have_grown(now: list[int], then: list[int]) -> bool:
     return all(b > a for a, b in zip(then, now, strict=True))
-
-
-def test_requests_at_the_same_time_reach_both_servers(fleet, texts):
-    """As soon as the gateway has the load of both, every four requests do."""
-
-    def is_shared() -> bool:
-        before, some = fleet.completed, list(itertools.islice(texts, 4))
-        fleet.at_once(lambda text: fleet.post("/v1/completions", prompt=text, max_tokens=32), some)
-        fleet.wait(lambda: sum(fleet.completed) == sum(before) + 4, "the logs have all requests")
-        return have_grown(fleet.completed, before)
-
-    fleet.wait(is_shared, "both servers get some of four requests")
-
-
-def test_the_gateway_answers_the_probes_of_kubernetes(fleet):
-    objects = yaml.safe_load_all((DEPLOY / "kubernetes-replicas.yaml").read_text())
-    (gateway,) = (
-        one
-        for one in objects
-        if one["metadata"]["name"] == "peagle-gateway" and one["kind"] == "Deployment"
-    )
-    (container,) = gateway["spec"]["template"]["spec"]["containers"]
-    for name in ("readinessProbe", "livenessProbe"):
-        path = container[name]["httpGet"]["path"]
-        # A gateway without contact to any server for two seconds, as on a busy machine, is not ready.
-        fleet.wait(lambda path=path: fleet.client.get(path).status_code == 200, f"{path} is 200")
 
 
 def test_the_second_turn_of_a_chat_finds_its_prefix(fleet, texts):

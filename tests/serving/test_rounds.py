@@ -160,26 +160,3 @@ def test_a_character_belongs_to_the_token_that_completes_it():
     reports = RoundReports(Bytes()).of(0, delta)
     assert [one.texts for one in reports] == [["A"], ["", ""], ["€"], ["\ufffd"]]
     assert [one.drafts for one in reports] == [[], [str(euro[0]), "9"], [], ["8"]]
-
-
-class Counted(list):
-    """A list that counts the items of its slices."""
-
-    num_copied = 0
-
-    def __getitem__(self, key):
-        found = super().__getitem__(key)
-        if isinstance(key, slice):
-            Counted.num_copied += len(found)
-            found = Counted(found)
-        return found
-
-
-def test_the_work_for_a_long_sequence_is_linear():
-    rounds = [Round([1, 2], 2, 3)] * 500
-    tokens = Counted(range(1500))
-    delta = Delta(index=0, tokens=tokens, text="", logprobs=None, rounds=rounds, finish=None)
-    reports = RoundReports(None).of(0, delta)
-    names = [text for one in reports for text in one.texts]
-    assert names == [f"token_id:{token}" for token in tokens]
-    assert Counted.num_copied <= len(tokens)

@@ -1,8 +1,6 @@
 """Where options come from, which of them wins, and what is refused."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -191,11 +189,6 @@ def test_a_foreign_host_is_refused_on_loopback_without_tokens():
     assert "a.example" in Settings(host="0.0.0.0", allowed_hosts="a.example").hosts
 
 
-def test_a_missing_file_is_named():
-    with pytest.raises(ConfigError, match="/no/such"):
-        settings("--config", "/no/such")
-
-
 @pytest.mark.parametrize(
     ("variable", "value", "word"),
     [
@@ -246,28 +239,6 @@ def test_variables_of_others_do_not_count():
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        [
-            "--max-num-seq",
-            "2",
-        ],  # no abbreviations either: they would change meaning with new options
-        ["--port", "x"],
-        ["--dtype", "float16"],
-        ["--reflection", "yes"],
-        ["stray"],
-    ],
-)
-def test_a_command_line_that_is_wrong_is_one_line(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        settings(*arguments)
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("peagle-serve: error: ")
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("given", "word"),
     [
         (dict(port=65536), "port=65536"),
@@ -290,13 +261,6 @@ def test_a_command_line_that_is_wrong_is_one_line(arguments, capsys):
 def test_values_out_of_range_are_refused_by_name(given, word):
     with pytest.raises(ConfigError, match=word):
         Settings(**given)
-
-
-def test_what_would_have_no_effect_is_refused(file):
-    with pytest.raises(ConfigError, match=r"num-speculative-tokens=3 .* has no effect"):
-        settings("--method", "none", PEAGLE_NUM_SPECULATIVE_TOKENS="3")
-    assert settings("--method", "none").method == "none"
-    assert settings("--method", "none", "--num-speculative-tokens", "0").num_speculative_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -347,26 +311,8 @@ def test_what_is_in_force_is_printed_but_no_secret(tmp_path):
     assert "sesame" not in "\n".join(lines)
 
 
-def test_mistakes_show_without_loading_anything():
-    code = (
-        "import sys; from serving.__main__ import main\n"
-        "try: main(['--method', 'none', '--drafter', 'x'])\n"
-        "except SystemExit as end: sys.exit(9 if 'jax' in sys.modules else end.code)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "peagle-serve: error: method none takes no drafter: leave one of the two out\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "size"), [("1", 1), ("8GiB", 8 << 30), ("500MB", 500_000_000), ("1.5 kib", 1536)]
 )
 def test_sizes(text, size):
     assert num_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XB", "1e9"])
-def test_what_is_no_size(text):
-    assert num_bytes(text) is None

@@ -1,9 +1,6 @@
 """The whole way: OpenAI's client, the smg gateway, `vllm.grpc.engine.VllmEngine`, the embedded model."""
 
-import json
-
 import openai
-import pydantic
 import pytest
 
 from peagle_jax import SamplingParams
@@ -100,58 +97,6 @@ def test_streams_are_the_same_in_pieces(server, client, expected, kind):
     assert sum(map(bool, pieces)) > 3
     assert "".join(piece or "" for piece in pieces) == expected.text
     check_usage(chunks[-1].usage, expected)
-
-
-def test_logprobs_reach_the_client(server, client, expected):
-    options = SHORT | dict(logprobs=True, top_logprobs=2)
-    chat = client.chat.completions.create(messages=user(PROMPT), **options)
-    content = chat.choices[0].logprobs.content
-    assert "".join(one.token for one in content) == expected.text
-    stream = client.chat.completions.create(messages=user(PROMPT), stream=True, **options)
-    streamed = [
-        one
-        for chunk in stream
-        if chunk.choices and chunk.choices[0].logprobs
-        for one in chunk.choices[0].logprobs.content or ()
-    ]
-    assert [one.token for one in streamed] == [one.token for one in content]
-    # The size of its batch bucket may change the last bits of a logprob.
-    numbers = lambda scores: [top.logprob for one in scores for top in one.top_logprobs]
-    assert numbers(streamed) == pytest.approx(numbers(content), abs=1e-4)
-    for one in content:
-        assert one.top_logprobs[0].logprob == pytest.approx(one.logprob, abs=1e-4)  # greedy
-        assert len(one.top_logprobs) == 2
-
-
-def test_sampling_and_stop_strings_reach_the_engine(server, client, expected):
-    stop = expected.text[12:17]
-    stopped = client.completions.create(prompt=PROMPT, stop=[stop], **SHORT)
-    assert stopped.choices[0].text == expected.text[: expected.text.index(stop)]
-    assert stopped.choices[0].finish_reason == "stop"
-    options = SHORT | dict(temperature=1, n=2, seed=3)
-    twice = [client.chat.completions.create(messages=user(PROMPT), **options) for _ in range(2)]
-    first, second = ({c.index: c.message.content for c in one.choices} for one in twice)
-    assert first == second
-    assert len(set(first.values())) == 2
-
-
-def test_a_schema_reaches_the_engine(server, client):
-    properties = {"size": {"type": "integer", "maximum": 99, "minimum": 0}}
-    schema = dict(
-        type="object", properties=properties, required=["size"], additionalProperties=False
-    )
-    wanted = dict(type="json_schema", json_schema=dict(name="x", schema=schema, strict=True))
-    answer = client.chat.completions.create(messages=user(PROMPT), response_format=wanted, **SHORT)
-    assert 0 <= json.loads(answer.choices[0].message.content)["size"] <= 99
-
-
-class Size(pydantic.BaseModel):
-    size: int = pydantic.Field(ge=0, le=99)
-
-
-def test_the_clients_own_models_are_parsed(server, client):
-    answer = client.chat.completions.parse(messages=user(PROMPT), response_format=Size, **SHORT)
-    assert isinstance(answer.choices[0].message.parsed, Size)
 
 
 def bad_schema() -> dict:

@@ -5,7 +5,6 @@ import re
 
 import grpc
 import openai
-import pydantic
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
@@ -29,14 +28,6 @@ SCHEMA = {
     "additionalProperties": False,
 }  # fmt: skip
 BAD_SCHEMA = {"type": "array", "uniqueItems": True}
-
-
-class Switch(pydantic.BaseModel):
-    """The client makes a schema of it, and reads the answer back."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
-    on: bool
-    n: int = pydantic.Field(ge=0, le=99)
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +63,6 @@ def valid(text: str) -> bool:
     assert isinstance(content["on"], bool)
     assert 0 <= content["n"] <= 99
     return len(content) == 2
-
-
-@pytest.mark.slow
-def test_openais_client_parses_its_own_models(server, client):
-    answer = client.chat.completions.parse(
-        model="tiny", messages=messages(), response_format=Switch, max_tokens=150, temperature=1,
-        seed=1, **direct(server),
-    )  # fmt: skip
-    (choice,) = answer.choices
-    assert isinstance(choice.message.parsed, Switch)
-    assert choice.finish_reason == "stop"
 
 
 def test_openais_client_streams_a_json_object(server, client):

@@ -175,14 +175,3 @@ def test_without_opentelemetry_the_option_says_what_to_install(monkeypatch):
     monkeypatch.setattr(extras, "is_installed", lambda name: "opentelemetry" not in name)
     with pytest.raises(ConfigError, match=r"pip install 'peagle-jax\[tracing\]'"):
         Tracer.to("http://localhost:4317", "tiny")
-
-
-@pytest.mark.slow
-def test_the_server_imports_no_opentelemetry_by_default():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, serving.app; sys.exit(any(m.startswith('opentelemetry') for m in sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

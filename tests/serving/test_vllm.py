@@ -9,10 +9,6 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from google.rpc import error_details_pb2
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
-    ProtoReflectionDescriptorDatabase,
-)
 from grpc_status import rpc_status
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
@@ -32,12 +28,6 @@ LONG = dict(temperature=0, max_tokens=60, ignore_eos=True)
 def stub(live):
     with grpc.insecure_channel(live.address) as channel:
         yield vllm_engine_pb2_grpc.VllmEngineStub(channel)
-
-
-@pytest.fixture(scope="module")
-def alone(make_engine):
-    """An engine of its own, for what the server should say."""
-    return make_engine()
 
 
 def ask(stream=False, text=PROMPT, **params) -> pb.GenerateRequest:
@@ -348,25 +338,6 @@ def test_other_methods_are_unimplemented(server, stub):
         with pytest.raises(grpc.RpcError) as caught:
             call()
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-@pytest.mark.parametrize(
-    "service", ["vllm.grpc.engine.VllmEngine", "inference.GRPCInferenceService"]
-)
-def test_reflection_and_health_know_the_foreign_names(server, service):
-    with grpc.insecure_channel(server.address) as channel:
-        status = health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(service=service)
-        )
-        assert status.status == health_pb2.HealthCheckResponse.SERVING
-        database = ProtoReflectionDescriptorDatabase(channel)
-        assert service in database.get_services()
-        file = database.FindFileContainingSymbol(service)
-        package, _, name = service.rpartition(".")
-        assert (file.package, file.service[0].name) == (package, name)
-        request = file.service[0].method[0].input_type
-        assert request.startswith(f".{package}.")
-        assert "peagle" not in str(file)
 
 
 def test_a_server_without_a_tokenizer_takes_ids_only(make_engine):
