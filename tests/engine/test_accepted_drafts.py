@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from peagle_jax.engine.host.request import Request
 from peagle_jax.engine.host.scheduler import QueueFull, Scheduler
-from peagle_jax.engine.host.stats import Acceptance, RoundCounter
+from peagle_jax.engine.host.stats import Acceptance
 from tests.engine.fake_device import VOCAB
 from tests.engine.fake_engine import (
     EOS,
@@ -157,21 +157,3 @@ def test_tokens_are_one_and_rounds_and_accepted_drafts(num_cases):
     check()
     for what in ("stop", "length", "abort", "preempted", "on a draft"):
         assert seen[what] > 0, f"no request was like this: {what}"
-
-
-def test_the_rate_of_a_position_counts_the_rounds_that_verified_it():
-    """Not those with fewer drafts or none: K may change from round to round."""
-    request, counter = (
-        fresh(),
-        RoundCounter(make_config(J=J, B=1, max_len=40, Z=4, P=None, T=8, R=1)),
-    )
-    for num_drafts, accepted in ((J, 2), (0, 0), (1, 1), (2, 0)):
-        request.record_round([7] * num_drafts, accepted, accepted + 1)
-        counter.count(num_drafts, accepted, accepted + 1)
-    counts = Acceptance.of([request, request])
-    assert counts.drafted_per_position == (6, 4, 2, 2)
-    assert counter.acceptance.drafted_per_position == (3, 2, 1, 1)
-    assert counts.rates == counter.acceptance.rates == (2 / 3, 1 / 2, 0, 0)
-    assert (
-        counts.rates == (counts - Acceptance()).rates == (counts - Acceptance.of([request])).rates
-    )

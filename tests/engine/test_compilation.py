@@ -4,7 +4,6 @@ import contextlib
 import os
 import resource
 import signal
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from peagle_jax.engine.device.stored_programs import keep_in
 from peagle_jax.method import step
 from peagle_jax.method.verify import verify
 from tests import tiny
-from tests.waiting import LIMIT
 
 CONFIG = EngineConfig(
     num_draft=2, max_num_seqs=1, max_model_len=64, page_size=4, greedy_rounds=False
@@ -148,29 +146,6 @@ def test_equal_programs_that_children_list_compile_once(monkeypatch):
     reasons = {program: failure.reason for program, failure in failed.items()}
     died = "a compiling process ended, twice"
     assert reasons == {(0, "controls"): "no kernel", (2, None): died}
-
-
-def test_a_child_without_work_waits_for_what_another_lists(monkeypatch):
-    listing, is_idle, both = [], threading.Event(), threading.Barrier(2, timeout=LIMIT)
-
-    def ask(job):
-        if job.key is not None:
-            both.wait()
-            return None
-        listing.append(threading.get_ident())
-        assert is_idle.wait(LIMIT)
-        return [("prefill", "file 1"), ("controls", "file 2")]
-
-    def must_end():
-        if listing and threading.get_ident() not in listing:
-            is_idle.set()
-        return False
-
-    answers(monkeypatch, ask)
-    done = []
-    call = dict(must_end=must_end, on_done=lambda *program: done.append(program))
-    compile_missing([list], [None], jobs=2, **call)
-    assert sorted(done) == [(0, "controls"), (0, "prefill")]
 
 
 def test_a_rule_that_no_process_can_get_compiles_in_this_one(folder, caplog):

@@ -10,15 +10,11 @@ from peagle_jax.engine.host import k_by_load
 from peagle_jax.engine.host.calls import RoundShape
 from peagle_jax.engine.host.k_by_load import (
     DECIDE_EVERY,
-    EXPLORE_COST,
-    EXPLORE_EVERY,
     LoadPolicy,
     candidates,
-    exploration_interval,
 )
 from peagle_jax.engine.host.request import Request
 from peagle_jax.engine.host.round_times import RoundTimes
-from peagle_jax.engine.host.shape_choice import LEAST_GAIN, best
 from tests.engine.fake_engine import FakeEngine, check_finished, make_config, make_request
 
 J = 7
@@ -76,41 +72,6 @@ def test_candidates_end_with_j_and_are_few_on_a_cpu():
             found = candidates(most, 4, platform)
             assert list(found) == sorted(set(found))
             assert (found[0], found[-1]) == (0, most)
-
-
-def test_another_k_needs_a_clear_gain(num_cases):
-    rates = st.dictionaries(st.integers(0, 9), st.floats(0.1, 1e6), min_size=1)
-
-    @settings(max_examples=num_cases("choices among rates", 300), deadline=None)
-    @given(rates, st.data())
-    def check(rates, data):
-        present = data.draw(st.sampled_from(sorted(rates)))
-        chosen = best(rates, present, LEAST_GAIN)
-        fastest = max(rates.values())
-        if fastest > (1 + LEAST_GAIN) * rates[present]:
-            assert rates[chosen] == fastest
-            assert all(rates[k] < fastest for k in rates if k < chosen)
-        else:
-            assert chosen == present
-        assert best(rates, chosen, LEAST_GAIN) == chosen  # it stays
-
-    check()
-
-
-def test_exploration_is_rare_and_cheap(num_cases):
-    times = st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=6)
-
-    @settings(max_examples=num_cases("costs of exploration", 300), deadline=None)
-    @given(times, st.data())
-    def check(times, data):
-        seconds = dict(enumerate(sorted(times)))
-        present, most = data.draw(st.sampled_from(sorted(seconds)[:-1])), max(seconds)
-        interval = exploration_interval(seconds, present)
-        assert 2 / (interval + 2) <= 2 / EXPLORE_EVERY
-        extra = 2 * (seconds[most] - seconds[present])
-        assert extra <= 1.01 * EXPLORE_COST * interval * seconds[present] + 1e-9
-
-    check()
 
 
 def test_expensive_drafts_that_fail_are_given_up_and_taken_up_again():

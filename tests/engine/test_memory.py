@@ -12,7 +12,6 @@ import pytest
 
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.device import memory
-from peagle_jax.method.adjust import init_controls
 from peagle_jax.method.step import init_state
 from tests.tiny import FAMILIES, HEAD, TARGET
 
@@ -102,13 +101,6 @@ def test_one_longest_request_must_fit(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda _: int((CONTROLS + 4.5 * PAGE) / 0.85))
     with pytest.raises(ConfigError, match="what fits is --max-model-len 48"):
         memory.fit_pages(TARGET, HEAD, CONFIG)
-
-
-def test_the_controls_of_all_slots_and_the_masks_of_all_programs_count():
-    controls = jax.eval_shape(lambda: init_controls(CONFIG.max_num_seqs + 1, TARGET.vocab_size))
-    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(controls))
-    rows = 1 + (1 + 2 + 4) * (CONFIG.num_draft + 1)  # prefill, and a round of each batch bucket
-    assert state + rows * TARGET.vocab_size // 8 == CONTROLS
 
 
 def test_too_many_pages_are_answered_with_the_most_that_fit(monkeypatch):

@@ -31,20 +31,6 @@ def test_the_plan_of_a_batch_is_built_once():
     engine.drain()
 
 
-def test_another_batch_has_another_plan():
-    engine = engine_of(P=400)
-    engine.add([3] * 5, max_tokens=90, ignore_eos=True)
-    engine.step()
-    alone = plans(engine, 3)[-1]
-    second = engine.add([4] * 5, max_tokens=90, ignore_eos=True)
-    engine.step()
-    both = plans(engine, 3)[-1]
-    assert (len(alone.rows), len(both.rows)) == (1, 2)
-    engine.scheduler.abort(second)
-    assert plans(engine, 3)[-1].rows == alone.rows
-    engine.drain()
-
-
 @pytest.mark.parametrize("pages", [66, 100, 160, 400])
 def test_pages_ahead_return_before_they_run_out(pages):
     """A quarter of the pool stays free of pages ahead of texts, and no request is preempted."""

@@ -2,20 +2,15 @@
 
 import json
 import logging
-import operator
 
 import jax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from peagle_jax import EngineConfig
 from peagle_jax.engine.device.stored_times import FOLDER, StoredTimes, read_times
 from peagle_jax.engine.host.calls import RoundShape
-from peagle_jax.engine.host.round_times import RoundTimes, monotone
+from peagle_jax.engine.host.round_times import RoundTimes
 
-SHAPES = st.builds(RoundShape, st.integers(1, 64), st.integers(0, 8))
-SECONDS = st.floats(1e-6, 10)
 IDLE = {
     RoundShape(*shape): seconds
     for shape, seconds in [
@@ -26,21 +21,6 @@ IDLE = {
         ((8, 7), 6.0),
     ]
 }
-
-
-def test_times_are_monotone_and_none_falls(num_cases):
-    @settings(max_examples=num_cases("tables of round times", 200), deadline=None)
-    @given(st.dictionaries(SHAPES, SECONDS, max_size=12))
-    def check(seconds):
-        table = monotone(seconds)
-        assert table.keys() == seconds.keys()
-        for shape, value in table.items():
-            assert value >= seconds[shape]
-            assert value in seconds.values()
-            lighter = [s for s in table if all(map(operator.le, s, shape))]
-            assert all(value >= table[s] for s in lighter)
-
-    check()
 
 
 def test_runs_over_idle_slots_alternate_between_the_rounds_of_a_bucket():

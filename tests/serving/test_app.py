@@ -31,6 +31,7 @@ def test_every_size_reaches_the_engine():
     assert engine.tokenizer is not None
 
 
+@pytest.mark.slow
 def test_gpus_prefill_larger_chunks_unless_the_settings_say_otherwise(monkeypatch):
     config = EngineConfig(max_num_seqs=2, max_model_len=256)
     assert runs.prefill_sizes(config) == {}

@@ -303,9 +303,3 @@ def test_draining_finishes_old_requests_and_refuses_new_ones(make_engine):
         assert {answer.status_code for answer in answers} == {200}
         assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {90}
     server.close()
-
-
-def test_a_server_without_http_has_no_port(make_engine):
-    server = LiveServer(make_engine())
-    assert server.http is None
-    server.close()

@@ -1,10 +1,7 @@
 """Memory goes back to the system after large requests, however many there were."""
 
 import asyncio
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import grpc
 import httpx
@@ -16,8 +13,6 @@ from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT, eventually, soon
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -62,44 +57,6 @@ def test_large_requests_of_every_protocol_are_noticed(make_engine, at_once):
             stub.GenerateOnce(pb.GenerateRequest(text=text), timeout=LIMIT)
     eventually(lambda: trims)
     server.close()
-
-
-TOKENISE = """
-import asyncio, random
-from peagle_jax.text.tokenizer import Tokenizer
-from serving.limits import Limits
-from serving.memory import c_library_trim
-from serving.tokenizing import Encoder
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 >> 20
-
-async def main():
-    encoder = Encoder(
-        Tokenizer("peagle_jax/assets/target"), Limits(), max_model_len=1 << 17
-    )
-    text = "".join(random.Random(1).choices("ab,\\n({;", k=1_000_000))
-    before = resident()
-    await asyncio.gather(*(encoder.encode(text, field="text") for _ in range(4)))
-    kept = resident()
-    c_library_trim()
-    print(before, kept, resident())
-    encoder.close()
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and glibc keeps memory")
-def test_the_memory_of_long_texts_is_given_back():
-    done = subprocess.run(
-        [sys.executable, "-c", TOKENISE], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
-    )
-    assert done.returncode == 0, done.stderr
-    before, kept, after = map(int, done.stdout.split())
-    assert after - before <= 200, (before, kept, after)
 
 
 def test_the_engine_returns_what_compiling_has_left(make_engine, monkeypatch):

@@ -16,7 +16,6 @@ from serving.errors import ServiceError
 from serving.http.fields import Reading
 from serving.http.tools import ToolFields
 from serving.limits import Limits
-from serving.replies.forced import xml_calls
 from serving.replies.formats import FORMATS
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ToolCall
@@ -317,14 +316,6 @@ def test_any_schema_of_a_tool_has_a_grammar(form, schema, tmp_path):
     tokenizer = make_tokenizer(tmp_path, TEMPLATE)
     for grammar in (form.grammars.must, form.grammars.may):
         assert "edit" in grammar(tokenizer, [tool], True)
-
-
-def test_a_parameter_that_may_be_null_is_json_unless_it_may_be_a_text(tmp_path):
-    properties = {"a": {"type": ["string", "null"]}, "b": {"type": ["integer", "null"]}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
-    text = xml_calls.must(make_tokenizer(tmp_path, TEMPLATE), [tool], False)
-    assert r'"<parameter=a>\n" text' in text
-    assert r'"<parameter=b>\n" value_2' in text
 
 
 def test_the_embedded_model_takes_tools():
