@@ -4,7 +4,6 @@ import argparse
 import io
 import json
 import re
-import urllib.parse
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ from serving.sources import resolve
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 AFTER_DRAIN = app.END_SECONDS
+STEADY = 30
+"""Seconds after which a gateway has left out a server that does not answer."""
 KNOWN = {
     "ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL", "ONBUILD",
     "RUN", "SHELL", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR",
@@ -71,22 +72,24 @@ def stages():
     return read_dockerfile(DEPLOY / "Dockerfile")
 
 
-@pytest.fixture(scope="module")
-def services():
-    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+def loaded(name: str) -> list[dict]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
 
 
-@pytest.fixture(scope="module")
-def objects():
-    """Objects of kubernetes.yaml, by kind."""
-    return {
-        one["kind"]: one for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
-    }
+def services(name: str) -> dict[str, dict]:
+    """The services of a compose file."""
+    return loaded(name)[0]["services"]
 
 
-@pytest.fixture(scope="module")
-def pod(objects):
-    return objects["Deployment"]["spec"]["template"]["spec"]
+def servers(name: str) -> dict[str, dict]:
+    """Those that run the image of the server."""
+    is_server = lambda one: one.get("build", {}).get("target") == "server"
+    return {key: one for key, one in services(name).items() if is_server(one)}
+
+
+def objects(name: str) -> dict[tuple[str, str], dict]:
+    """`spec` of each object of a Kubernetes file, by kind and name."""
+    return {(one["kind"], one["metadata"]["name"]): one["spec"] for one in loaded(name)}
 
 
 def in_force(stages, arguments: list[str]) -> Settings:
@@ -170,84 +173,155 @@ def published(service: dict) -> dict[int, tuple[str, int]]:
     return found
 
 
-def test_compose_starts_servers_that_exist(services, stages):
-    found = in_force(stages, services["peagle"]["command"])
-    assert set(published(services["peagle"])) == {found.port, found.http_port}
-    for service in services.values():
-        assert {address for address, _ in published(service).values()} == {"127.0.0.1"}
-        if "build" in service:
-            assert (DEPLOY / service["build"]["context"]).resolve() == ROOT
-            assert (ROOT / service["build"]["dockerfile"]).is_file()
-            assert service["build"]["target"] in stages
+HEALTHY = {"condition": "service_healthy"}
+COMPOSE = ("compose.yaml", "compose.replicas.yaml")
+
+
+@pytest.mark.parametrize("name", COMPOSE)
+def test_compose_starts_servers_that_exist(name, stages):
+    gpus = []
+    for one in servers(name).values():
+        found = in_force(stages, one["command"])
+        assert (DEPLOY / one["build"]["context"]).resolve() == ROOT
+        minutes = one["stop_grace_period"].removesuffix("m")
+        assert 60 * int(minutes) > found.drain_seconds + AFTER_DRAIN
+        assert [text.split(":") for text in one["volumes"]] == [
+            ["cache", stages["server"].one("VOLUME")]
+        ]
+        if name == "compose.yaml":
+            assert set(published(one)) == {found.port, found.http_port}
+            continue
+        assert not published(one)  # clients reach the gateway only
+        (device,) = one["deploy"]["resources"]["reservations"]["devices"]
+        assert found.tensor_parallel == len(device["device_ids"])
+        gpus += device["device_ids"]
+    assert len(set(gpus)) == len(gpus) >= (name == "compose.replicas.yaml") * 2
+    for one in services(name).values():
+        assert {address for address, _ in published(one).values()} <= {"127.0.0.1"}
+        if "build" in one:
+            assert (ROOT / one["build"]["dockerfile"]).is_file()
+            assert one["build"]["target"] in stages
         else:
-            assert re.fullmatch(r"[\w./-]+:v?[0-9.]+", service["image"])  # a version, not latest
-    minutes = services["peagle"]["stop_grace_period"]
-    assert 60 * int(minutes.removesuffix("m")) > found.drain_seconds + AFTER_DRAIN
-    mounts = [text.split(":") for text in services["peagle"]["volumes"]]
-    assert mounts == [["cache", stages["server"].one("VOLUME")]]
+            assert re.fullmatch(r"[\w./-]+:v?[0-9.]+", one["image"])  # a version, not latest
 
 
-def test_compose_shows_the_gateway_the_servers(services, stages):
-    args = smg_options(services["gateway"]["command"])
-    (url,) = [urllib.parse.urlsplit(one) for one in args.worker_urls]
-    assert (url.scheme, url.hostname) == ("grpc", "peagle")
-    assert url.port == in_force(stages, services[url.hostname]["command"]).port
-    assert set(published(services["gateway"])) == {args.port}
+@pytest.mark.parametrize("name", COMPOSE)
+def test_the_gateway_of_compose_lists_every_server(name, stages):
+    gateway = services(name)["gateway"]
+    args = smg_options(gateway["command"])
+    ports = {key: in_force(stages, one["command"]).port for key, one in servers(name).items()}
+    assert args.worker_urls == [f"grpc://{key}:{port}" for key, port in ports.items()]
+    assert set(published(gateway)) == {args.port}
     assert stages["gateway"].ports == {args.port, args.prometheus_port}
-    assert services["gateway"]["depends_on"] == {"peagle": {"condition": "service_healthy"}}
+    assert gateway["depends_on"] == {key: HEALTHY for key in ports}
+    if len(ports) > 1:
+        check_balance(args)
 
 
-def test_prometheus_scrapes_what_runs(services, stages):
-    content = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+@pytest.mark.parametrize("name", COMPOSE)
+def test_prometheus_scrapes_what_runs(name, stages):
+    content, all_services = loaded("prometheus.yml")[0], services(name)
     jobs = {job["job_name"]: job for job in content["scrape_configs"]}
-    assert jobs.keys() == {"peagle", "gateway"}
-    (servers,), (gateways,) = jobs["peagle"]["dns_sd_configs"], jobs["gateway"]["static_configs"]
-    found = in_force(stages, services["peagle"]["command"])
-    assert (servers["names"], servers["type"]) == (["peagle"], "A")
-    assert servers["port"] == found.http_port
-    gateway = smg_options(services["gateway"]["command"])
+    (found,), (gateways,) = jobs["peagle"]["dns_sd_configs"], jobs["gateway"]["static_configs"]
+    assert (found["names"], found["type"]) == (["peagle"], "A")
+    for key, one in servers(name).items():
+        assert found["port"] == in_force(stages, one["command"]).http_port
+        assert found["names"] == (
+            [key] if name == "compose.yaml" else one["networks"]["default"]["aliases"]
+        )
+    gateway = smg_options(all_services["gateway"]["command"])
     assert gateways["targets"] == [f"gateway:{gateway.prometheus_port}"]
-    mounts = [one.split(":") for one in services["prometheus"]["volumes"]]
+    mounts = [one.split(":") for one in all_services["prometheus"]["volumes"]]
     assert content["rule_files"] == [Path(place).name for _, place, _ in mounts[1:]]
     assert all((DEPLOY / source).is_file() for source, _, _ in mounts)
 
 
-def test_kubernetes_starts_a_server_that_exists(pod, objects, stages):
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("kubernetes.yaml", ("Deployment", "peagle")),
+        ("kubernetes-replicas.yaml", ("StatefulSet", "peagle-replica")),
+    ],
+)
+def test_servers_of_kubernetes_exist_and_may_drain(name, key, stages):
+    """preStop and the drain both count against the grace period; then the last round and messages."""
+    all_objects = objects(name)
+    owner = all_objects[key]
+    template = owner["template"]
+    pod = template["spec"]
     (container,) = pod["containers"]
     found = in_force(stages, container["args"])
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}
     assert ports == {"grpc": found.port, "http": found.http_port}
-    service = objects["Service"]["spec"]
-    assert {one["name"]: one["port"] for one in service["ports"]} == ports
-    assert all(one["targetPort"] == one["name"] for one in service["ports"])
-    template = objects["Deployment"]["spec"]["template"]
+    service = all_objects["Service", key[1]]
+    assert all(one["port"] == ports[one["name"]] for one in service["ports"])
     labels = template["metadata"]["labels"]
-    assert service["selector"] == objects["Deployment"]["spec"]["selector"]["matchLabels"] == labels
+    assert service["selector"] == owner["selector"]["matchLabels"] == labels
     assert template["metadata"]["annotations"]["prometheus.io/port"] == str(found.http_port)
-    user = int(stages["server"].one("USER").split(":")[0])
-    assert (pod["securityContext"]["runAsNonRoot"], pod["securityContext"]["runAsUser"]) == (
-        True,
-        user,
-    )
-    (mount,) = container["volumeMounts"]
-    assert mount["mountPath"] == stages["server"].one("VOLUME")
-    assert [volume["name"] for volume in pod["volumes"]] == [mount["name"]]
-
-
-def test_kubernetes_probes_the_port_of_grpc(pod, stages):
-    (container,) = pod["containers"]
-    found = in_force(stages, container["args"])
     assert found.tls_cert is None  # probes of the kind grpc speak no TLS
-    probes = {name: container[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}
+    probes = {one: container[f"{one}Probe"] for one in ("startup", "liveness", "readiness")}
     assert all(probe["grpc"] == {"port": found.port} for probe in probes.values())
     assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] >= 600
-
-
-def test_kubernetes_waits_for_the_drain(pod, stages):
-    """preStop and the drain both count against the grace period; then the last round, the last messages."""
-    (container,) = pod["containers"]
-    sleep, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    hook = container.get("lifecycle", {}).get("preStop", {"exec": {"command": ["sleep", "0"]}})
+    sleep, seconds = hook["exec"]["command"]
     assert sleep == "sleep"
-    drain = in_force(stages, container["args"]).drain_seconds
-    assert pod["terminationGracePeriodSeconds"] >= int(seconds) + drain + AFTER_DRAIN
-    assert f"the drain, and {AFTER_DRAIN:g} seconds" in (ROOT / "docs/serving.md").read_text()
+    grace = pod["terminationGracePeriodSeconds"]
+    assert grace >= int(seconds) + found.drain_seconds + AFTER_DRAIN
+    user = int(stages["server"].one("USER").split(":")[0])
+    context = pod["securityContext"]
+    assert (context["runAsNonRoot"], context["runAsUser"]) == (True, user)
+    # Kubernetes would set variables whose names begin with our prefix, which the server refuses.
+    assert pod["enableServiceLinks"] is False
+    (mount,) = container["volumeMounts"]
+    assert mount["mountPath"] == stages["server"].one("VOLUME")
+    claims = [one["metadata"] for one in owner.get("volumeClaimTemplates", ())]
+    assert [one["name"] for one in (pod.get("volumes") or claims)] == [mount["name"]]
+    limits = container["resources"].get("limits", {})
+    assert limits.get("nvidia.com/gpu", 1) == found.tensor_parallel
+
+
+def test_the_gateway_of_kubernetes_lists_every_server(stages):
+    all_objects = objects("kubernetes-replicas.yaml")
+    owner = all_objects["StatefulSet", "peagle-replica"]
+    gateway = all_objects["Deployment", "peagle-gateway"]["template"]["spec"]
+    (server,), (container,) = owner["template"]["spec"]["containers"], gateway["containers"]
+    args, found = smg_options(container["args"]), in_force(stages, server["args"])
+    service = owner["serviceName"]
+    names = [f"peagle-replica-{i}.{service}" for i in range(owner["replicas"])]
+    assert args.worker_urls == [f"grpc://{name}:{found.port}" for name in names]
+    check_balance(args)
+    checks = args.health_success_threshold * args.health_check_interval_secs
+    assert owner["minReadySeconds"] > checks  # before the next server is replaced
+    headless = all_objects["Service", service]
+    assert headless["clusterIP"] == "None"
+    assert headless["publishNotReadyAddresses"]  # the gateway still reads from one that drains
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert ports == {"http": args.port, "metrics": args.prometheus_port}
+    assert gateway["terminationGracePeriodSeconds"] > args.shutdown_grace_period_secs
+
+
+def test_the_commands_of_the_page_start_servers_and_their_gateway():
+    text = (ROOT / "docs/replicas.md").read_text()
+    found = re.findall(r"^CUDA_VISIBLE_DEVICES=(\S+) peagle-serve (.*)$", text, re.MULTILINE)
+    ports = [resolve(options.split(), {})[0].port for _, options in found]
+    assert len({gpu for gpu, _ in found}) == len(found) >= 2
+    (line,) = re.findall(r"^smg launch (.*)$", text.replace("\\\n", ""), re.MULTILINE)
+    args = smg_options(line.split())
+    assert args.worker_urls == [f"grpc://127.0.0.1:{port}" for port in ports]
+    check_balance(args)
+
+
+def check_balance(args) -> None:
+    """The gateway polls its servers' health often, and retries refused requests on another one."""
+    assert not args.disable_retries
+    assert not args.disable_health_check
+    assert args.health_failure_threshold * args.health_check_interval_secs <= STEADY
+    # A retry may reach the same server again until the checks have failed.
+    retries = range(args.retry_max_retries - 1)
+    waits = [args.retry_initial_backoff_ms * args.retry_backoff_multiplier**i for i in retries]
+    least = (1 - args.retry_jitter_factor) * sum(waits) / 1000
+    checks = args.health_failure_threshold + 1
+    assert least > checks * args.health_check_interval_secs + args.health_check_timeout_secs
+    assert args.disable_circuit_breaker  # it would count the retries, and outlast the restart
+    assert args.load_monitor_interval == 1
+    assert args.policy == "cache_aware"
