@@ -216,40 +216,6 @@ def test_compare_fails_and_names_the_place_where_an_output_differs(generate, fol
 
 
 @pytest.mark.slow
-def test_bfloat16_forgives_ties_only(folders, monkeypatch):
-    from peagle_jax import EngineConfig, SamplingParams
-
-    target, heads, tokenizer = runs.load_methods(folders.target, [folders.peagle], dtype="bfloat16")
-    config = EngineConfig(num_draft=2, max_num_seqs=1, max_model_len=64, dtype="bfloat16")
-    engines = runs.make_engines(target, heads, config, tokenizer=tokenizer)
-    params = [SamplingParams(max_tokens=6)]
-    plain = runs.run(engines["none"], [PROMPT], params)
-    other = runs.run(engines["none"], [PROMPT], params)
-    top = engines["none"].generate([PROMPT], SamplingParams(max_tokens=1, logprobs=2))[0]
-    (_, best), (second, next_best) = top.logprobs[0].top
-    other.completions[0].tokens[0] = second
-    for tolerance in (best - next_best + 1e-3, best - next_best - 1e-3):
-        monkeypatch.setattr(runs, "TIE_NATS", tolerance)
-        (found,) = runs.find_differences(engines["none"], plain, other)
-        assert (found.prompt, found.position) == (0, 0)
-        assert found.is_tie == (tolerance > best - next_best)
-
-
-def test_help_and_argument_errors_need_no_jax():
-    program = (
-        "import sys; from peagle_jax.__main__ import main\n"
-        "for argv in (['--help'], ['--method', 'magic'], ['x', '--max-tokens', '0']):\n"
-        "    try: code = main(argv)\n"
-        "    except SystemExit as error: code = error.code\n"
-        "    print('exit', code, file=sys.stderr)\n"
-        "assert 'jax' not in sys.modules and 'numpy' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"exit (\d)", done.stderr) == ["0", "2", "2"]
-
-
-@pytest.mark.slow
 def test_an_interrupt_ends_with_130_and_no_traceback(folders):
     argv = [PROMPT, *folders.options(), "--max-tokens", "100000", "--max-model-len", "250"]
     # At a high temperature the end token is unlikely, so many prompts keep the command busy.

@@ -8,7 +8,6 @@ import pytest
 
 from peagle_jax.cli import live_table
 from peagle_jax.cli.draft_marks import Fate, MarkedText, fates, legend, mark_for
-from peagle_jax.cli.live_table import LiveComparison
 from peagle_jax.engine.host.request import Round
 from peagle_jax.text.tokenizer import Tokenizer
 from tests.cli.test_generate import PROMPT, SHORT
@@ -159,12 +158,3 @@ def test_the_comparison_is_drawn_while_it_runs(generate, folders, monkeypatch):
     assert names[0] == "method"
     assert names[2:4] == ["plain", "P-EAGLE"]
     assert len(names) == 5  # no line of an earlier drawing is left
-
-
-def test_a_comparison_into_a_file_is_written_once():
-    stream = io.StringIO()
-    live = LiveComparison(stream, {}, None)
-    assert not live.is_live
-    assert not LiveComparison(Terminal(), {"TERM": "dumb"}, None).is_live
-    assert not LiveComparison(Terminal(), {}, None, is_on=False).is_live
-    assert stream.getvalue() == ""

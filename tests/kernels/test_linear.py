@@ -129,8 +129,3 @@ def test_what_does_not_fit_is_refused(arguments, says):
     x, weight = arguments.pop("x"), arguments.pop("weight")
     with pytest.raises(ValueError, match=says):
         linear(x, weight, **arguments)
-
-
-def test_a_kernel_that_does_not_exist_is_refused():
-    with pytest.raises(NotImplementedError, match="block_gemm"):
-        linear(rows(1, 8), rows(4, 8), implementation="mosaic_gpu")

@@ -65,11 +65,6 @@ def test_memory_for_keys_and_values_is_a_number_of_pages():
         pages(str(int(least) - 1))
 
 
-def test_plain_decoding_has_no_drafts():
-    engine = make_engine(Settings(method="none"))
-    assert (engine.config.num_draft, engine.drafter_config) == (0, None)
-
-
 def test_hub_ids_are_downloaded_and_name_the_model(monkeypatch):
     asked = []
 

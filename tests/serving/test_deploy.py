@@ -213,7 +213,7 @@ def test_the_gateway_of_compose_lists_every_server(name, stages):
     assert args.worker_urls == [f"grpc://{key}:{port}" for key, port in ports.items()]
     assert set(published(gateway)) == {args.port}
     assert stages["gateway"].ports == {args.port, args.prometheus_port}
-    assert gateway["depends_on"] == {key: HEALTHY for key in ports}
+    assert gateway["depends_on"] == dict.fromkeys(ports, HEALTHY)
     if len(ports) > 1:
         check_balance(args)
 
