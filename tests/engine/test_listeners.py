@@ -33,6 +33,7 @@ def finish(engine: Engine, on_update=lambda request, tokens: None) -> None:
     raise AssertionError("the engine does not come to an end")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rounds_per_call", [1, 3])
 @pytest.mark.parametrize("raises_at", [0, 1, 4, 7])
 def test_what_a_listener_raises_comes_after_the_commit(wanted, rounds_per_call, raises_at):

@@ -142,6 +142,7 @@ def test_a_stop_longer_than_a_round_may_take_ends_no_request(start, which):
     assert server.stop(LIMIT) == 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_never_reads_the_order_to_end_delays_the_end_by_seconds(start):
     server = start("--drain-seconds", "0.5")
     found = Processes(server)

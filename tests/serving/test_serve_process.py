@@ -296,6 +296,7 @@ def test_health_follows_the_life_of_the_server(serve):
     assert server.process.wait(LIMIT) == 0
 
 
+@pytest.mark.slow
 def test_a_signal_while_it_compiles_ends_it(serve):
     server = serve("--max-num-seqs", "3")  # programs of its own: nothing lies in the cache
     server.wait_for_port()
