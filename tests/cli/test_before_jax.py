@@ -47,6 +47,7 @@ OF_ALL = {
         ("x --adaptive fast", "'fast' must be off or load"),
         ("x --adaptive survival", "'survival' is removed: it had"),
         ("x --activations mxfp8", "'mxfp8' is removed: no GPU had run it"),
+        ("x --activations fp4", "'fp4' must be bf16 or fp8"),
         ("x --temperature -1", "temperature=-1.0"),
         ("x --max-model-len 1000000000", "above the 2048 positions of the model; at most 2048"),
         ("x --model /no/such --method none", "/no/such: no config.json"),

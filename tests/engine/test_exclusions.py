@@ -28,17 +28,6 @@ def test_options_that_exclude_each_other_are_refused_by_name(options, message):
         EngineConfig(**options)
 
 
-def test_values_that_are_removed_are_refused_with_the_reason():
-    with pytest.raises(ConfigError, match="activations: 'mxfp8' is removed: no GPU had run it"):
-        EngineConfig(activations="mxfp8")
-    with pytest.raises(ConfigError, match=r"adaptive: 'survival' is removed: .*; use load"):
-        EngineConfig(adaptive="survival")
-    with pytest.raises(ConfigError, match="adaptive: 'fast' must be off or load"):
-        EngineConfig(adaptive="fast")
-    with pytest.raises(ConfigError, match="activations: 'fp4' must be bf16 or fp8"):
-        EngineConfig(activations="fp4")
-
-
 def test_several_rounds_in_a_call_have_a_program_on_every_platform():
     assert not greedy_shapes(EngineConfig())
     assert greedy_shapes(EngineConfig(rounds_per_call=2))

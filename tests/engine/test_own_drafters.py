@@ -58,6 +58,7 @@ def test_taps_and_cache_are_those_of_a_head():
         assert len(jnp.unique(found[0])) > 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("token", [-7, 127, 128, 2**31 - 1])
 def test_no_draft_changes_a_text(token):
     """Ids that the vocabulary lacks too."""
@@ -157,6 +158,7 @@ def command(folder, module: str, *arguments: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 def test_the_command_line_finds_a_drafter_in_the_working_folder(folder):
     line = ["x = [0, 0, 0, 0,", "--drafter", "repeat:Repeat", "--max-tokens", "16", "--json"]
     done = command(folder, "peagle_jax", *line, "-K", "2", "--max-model-len", "64")
@@ -177,6 +179,7 @@ def test_processes_that_compile_import_the_drafter(folder):
     assert "in this process" not in done.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [

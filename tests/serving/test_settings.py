@@ -155,7 +155,6 @@ def test_negations_and_words_for_truth(file):
         ("[" * 100_000, "nested too deeply"),
         ("reflection: !!bool some", "cannot be read as YAML (the value does not fit its tag)"),
         ("port: !!timestamp some", "cannot be read as YAML (the value does not fit its tag)"),
-        ("num-speculative-tokens-per-batch-size: [[1, 8, 7]]", "is removed: adaptive load finds"),
         ("kv-cache-memory: " + "9" * 400, "must be a size"),
         ("kv-cache-memory: " + "9" * 308 + "tb", "must be a size"),
     ],
