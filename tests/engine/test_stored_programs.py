@@ -343,15 +343,14 @@ def test_another_call_has_another_file(folder):
     assert len({path_of(kept, **call) for call in calls}) == len(calls)
 
 
-@pytest.mark.parametrize(
-    "name", ["sources", "_versions", "_processor", "_variables", "_settings", "context"]
-)
+@pytest.mark.parametrize("name", ["sources", "_versions", "_processor", "_variables", "_settings"])
 def test_another_surrounding_has_other_files(folder, name, monkeypatch):
     before = path_of(stored())
     assert path_of(stored()) == before
-    owner = dispatch if name == "context" else stored_programs
-    value = getattr(owner, name)()
-    monkeypatch.setattr(owner, name, lambda: [value, "other"])
+    with dispatch.traced(num_devices=2):
+        assert path_of(stored()) != before
+    value = getattr(stored_programs, name)()
+    monkeypatch.setattr(stored_programs, name, lambda: [value, "other"])
     assert path_of(stored()) != before
 
 
