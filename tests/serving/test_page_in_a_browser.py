@@ -30,7 +30,6 @@ pytestmark = [
 ]
 PROMPT = "hello there"
 NUM_TOKENS = 24
-WIDE, NARROW = (1280, 900), (390, 844)
 
 
 class Page:
@@ -38,7 +37,8 @@ class Page:
 
     def __init__(self, driver: webdriver.Chrome, address: str, scheme: str = "http"):
         self.driver = driver
-        self.resize(*WIDE)
+        size = dict(width=1280, height=900, deviceScaleFactor=1, mobile=False)
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         driver.get_log("browser")  # drops what other pages logged
         driver.get(f"{scheme}://{address}/")
 
@@ -54,12 +54,6 @@ class Page:
 
     def run(self, script: str) -> object:
         return self.driver.execute_script(f"return {script}")
-
-    def resize(self, width: int, height: int, *, is_dark: bool = False) -> None:
-        size = dict(width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        scheme = dict(name="prefers-color-scheme", value="dark" if is_dark else "light")
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", dict(features=[scheme]))
 
     def fill(self, selector: str, value: object) -> None:
         field = self.one(selector)
