@@ -155,9 +155,6 @@ BREAKS = {
     "no config": (lambda b: (b.target / "config.json").unlink(), ["no config.json"]),
     "broken config": (break_json, ["config.json", "not valid JSON"]),
     "other family": (lambda b: edit_config(b.target, model_type="mamba"), ["mamba"]),
-    "no width": (lambda b: edit_config(b.target, hidden_size=None), ["hidden_size"]),
-    "text for a number": (lambda b: edit_config(b.target, hidden_size="wide"), ["target"]),
-    "list for a number": (lambda b: edit_config(b.target, num_hidden_layers=[3]), ["target"]),
     "no weights": (lambda b: (b.target / "model.safetensors").unlink(), ["safetensors"]),
     "truncated": (truncate, ["model.safetensors", "truncated"]),
     "random bytes": (scramble, ["not a safetensors file"]),
@@ -176,17 +173,7 @@ BREAKS = {
         lambda b: edit_config(b.peagle, eagle_aux_hidden_state_layer_ids=[0, 1, 9]),
         ["does not fit", "taps"],
     ),
-    "wrong width": (
-        lambda b: edit_config(b.peagle, target_hidden_size=64),
-        ["does not fit", "64"],
-    ),
-    "wrong vocabulary": (
-        lambda b: edit_config(b.peagle, vocab_size=300),
-        ["does not fit", "vocabulary"],
-    ),
     "no mask id": (missing_mask_id, ["mask token id"]),
-    "no mask_hidden": (lambda b: drop_tensor(b.peagle, "mask_hidden"), ["mask_hidden"]),
-    "target as head": (lambda b: drop_tensor(b.peagle, "fc.weight"), ["fc.weight"]),
 }
 
 

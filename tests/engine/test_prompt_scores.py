@@ -108,12 +108,6 @@ def test_an_engine_without_the_program_refuses_the_field(target):
     assert caught.value.field == "prompt_logprobs"
 
 
-def test_more_than_the_engine_was_compiled_for_is_refused(engine):
-    with pytest.raises(ConfigError, match="4 is more than the 3") as caught:
-        engine.validate([5], SamplingParams(prompt_logprobs=4))
-    assert caught.value.field == "prompt_logprobs"
-
-
 @pytest.mark.parametrize("shape", [(1, 1), (2, BLOCK), (3, 50)])
 def test_blocks_do_not_change_scores(shape):
     """Rows that fill no whole block, and more rows than one block."""

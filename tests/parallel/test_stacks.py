@@ -60,15 +60,6 @@ def test_shapes_are_stacked_as_arrays_are(devices):
         assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
 
 
-@pytest.mark.parametrize("most", [255, 256, 1024])
-def test_only_small_shares_are_stacked(devices, monkeypatch, most):
-    """A vector has 256 bytes on each device, half of a matrix 1024."""
-    monkeypatch.setattr(stacks, "MOST_BYTES", most)
-    leaves = arrays(devices)
-    saved = 2 * (most >= 256) + (most >= 1024)
-    assert len(Stacks(leaves).operands(leaves)) == len(leaves) - saved
-
-
 def test_a_platform_that_copies_slices_takes_all_weights_as_they_are(devices, monkeypatch):
     monkeypatch.setattr(stacks.dispatch, "platform", lambda: "tpu")
     leaves = arrays(devices)

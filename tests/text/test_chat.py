@@ -205,20 +205,6 @@ def test_only_the_template_and_its_tokens_matter(tmp_path, settings):
     assert Tokenizer(tmp_path).chat(TALK) == LLAMA
 
 
-def test_transformers_tokenizer_is_read_once(folders, monkeypatch):
-    from transformers import PreTrainedTokenizerFast
-
-    calls = []
-    read = PreTrainedTokenizerFast.from_pretrained
-    counting = lambda *args, **kwargs: calls.append(args) or read(*args, **kwargs)
-    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", counting)
-    tokenizer = Tokenizer(folders["qwen"])
-    tokenizer.encode("Hi")
-    assert not calls
-    assert [tokenizer.chat(TALK) for _ in range(3)] == [QWEN] * 3
-    assert len(calls) == 1
-
-
 def test_a_model_without_a_template_says_so(tmp_path):
     write("llama", tmp_path)
     with pytest.raises(
