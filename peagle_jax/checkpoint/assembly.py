@@ -20,7 +20,7 @@ from peagle_jax.checkpoint.layout import FP8, PACKED, Rule
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo
 from peagle_jax.checkpoint.transforms import IN_ORDER, Copy, Deinterleave, Transpose
 from peagle_jax.checkpoint.values import check_scale
-from peagle_jax.parallel.shares import Cut, padded_share, share_of
+from peagle_jax.parallel.shares import Cut, share_of
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -282,7 +282,7 @@ class FileAssembly:
 
 
 class ConvertedAssembly:
-    """An `Assembly` from a folder of `peagle-convert`: tensorstore reads a share in one call."""
+    """An `Assembly` from a folder of `peagle-convert`: tensorstore reads a parameter in one call."""
 
     def __init__(self, checkpoint: Converted, rule: Rule, dtype: np.dtype, sharing: Sharing):
         self.rule, self.dtype, self.sharing = rule, dtype, sharing
@@ -290,21 +290,14 @@ class ConvertedAssembly:
         self.shape = rule.transform.shape([checkpoint.tensors[name].shape for name in rule.names])
         self.shares: dict[int, np.ndarray] = {}
         stored = checkpoint.tensors[rule.names[0]].dtype
-        width = stored.itemsize + (dtype.itemsize if stored != dtype else 0)
-        self.nbytes = prod(sharing.shape(self.shape)) * width * len(sharing.owners())
         self.num_read = prod(self.shape) * stored.itemsize
+        is_kept = stored == dtype and sharing.cut is None
+        self.nbytes = self.num_read + (0 if is_kept else prod(self.shape) * dtype.itemsize)
 
     def read(self) -> int:
         """Makes the shares, and returns the bytes that were read."""
-        cut, ranks, count = self.sharing.cut, self.sharing.ranks, self.sharing.count
-        if cut is None or self.rule.path[-1] == "scale":
-            value = np.asarray(joined(self._checkpoint, self.rule), dtype=self.dtype)
-            self.shares = _shares(value, self.sharing)
-            return self.num_read
-        for rank in ranks:
-            pieces = self._checkpoint.slices(self.rule, cut.axis, cut.ranges(rank, count))
-            share = padded_share(pieces, cut, count)
-            self.shares[rank] = np.asarray(share, dtype=self.dtype)
+        value = np.asarray(joined(self._checkpoint, self.rule), dtype=self.dtype)
+        self.shares = _shares(value, self.sharing)
         return self.num_read
 
 

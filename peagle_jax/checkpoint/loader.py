@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pallas_kernels import dispatch, formats
+from pallas_kernels import dispatch
 from peagle_jax.checkpoint.assembly import (
     Assembly,
     ConvertedAssembly,
@@ -38,7 +38,6 @@ from peagle_jax.checkpoint.tables import (
 )
 from peagle_jax.checkpoint.target_json import target_unread_keys
 from peagle_jax.checkpoint.target_writer import target_json
-from peagle_jax.checkpoint.transforms import Copy
 from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.devices import ONE_DEVICE, Devices, local_modules
 from peagle_jax.method.draft_head import DraftHead
@@ -243,9 +242,7 @@ def _tensors_of(
 ) -> dict[str, np.ndarray]:
     params, out = dict(nnx.to_flat_state(nnx.state(module))), {}
     if any(path[-1] == "scale" for path in params):
-        raise CheckpointError(
-            "a quantised model cannot be saved; save the one it was made from, or `dequantize` it"
-        )
+        raise CheckpointError("a quantised model cannot be saved; save the one it was made from")
     for rule in layout.rules:
         array = np.asarray(jax.device_get(params[rule.path].get_value()))
         parts = rule.transform.split(array, [like[name] for name in rule.names])
@@ -257,15 +254,6 @@ def _write_folder(folder: Path, config: dict, tensors: dict[str, np.ndarray]) ->
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write(folder / "model.safetensors", tensors)
-
-
-def dequantize(model: Decoder, dtype: str) -> None:
-    """Replaces the FP8 and MXFP4 weights of a model in place by their values in `dtype`."""
-    params = dict(nnx.to_flat_state(nnx.state(model)))
-    for path in [path for path in params if path[-1] == "scale"]:
-        owner = _owner(model, Rule(path, (), Copy()))
-        values = formats.dequantize(owner.weight[...], owner.scale[...], jnp.dtype(dtype))
-        owner.weight, owner.scale = nnx.Param(values), None
 
 
 def save_target(model: Decoder, folder: str | Path, *, dtype: str = "bfloat16") -> None:
