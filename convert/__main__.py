@@ -21,9 +21,10 @@ from peagle_jax.cli.command_line import Parser, add_removed, positive
 from peagle_jax.config import ConfigError
 
 _DESCRIPTION = """\
-Converts Hugging Face checkpoints (targets and P-EAGLE / EAGLE-3 heads) into folders of Orbax checkpoints
-whose arrays are the parameters of this package, in the dtype and with the bits that the files hold; and
-back, byte for byte. SRC is a folder, or a hub id (owner/name) where the network allows."""
+Converts Hugging Face checkpoints (targets and P-EAGLE / EAGLE-3 heads) into folders of Orbax
+checkpoints whose arrays are the parameters of this package, in the dtype and with the bits that the
+files hold; and back, byte for byte. SRC is a folder, or a hub id (owner/name) where the network
+allows."""
 
 _EPILOG = """\
 a first conversion:
@@ -31,7 +32,8 @@ a first conversion:
   peagle-convert convert Qwen/Qwen3-8B qwen3    write it
   peagle-convert verify Qwen/Qwen3-8B qwen3     compare every bit
   peagle-convert convert HEAD head --target Qwen/Qwen3-8B
-exit codes: 0 done, 1 leftovers, holes or differences, 2 bad input (one line says what), 130 interrupted"""
+exit codes: 0 done, 1 leftovers, holes or differences, 2 bad input (one line says what), 130
+  interrupted"""
 
 _REMOVED_COMMANDS = {
     "synthetic": "`peagle-bench` makes random weights by itself",

@@ -1,7 +1,7 @@
 """The plan of a conversion: the parameter of each tensor, left-over and missing tensors, memory."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 
 from convert.source import Source
@@ -89,19 +89,11 @@ class Plan:
         layout, infos = self.source.layout, self.source.checkpoint.tensors
         places = {name: parameter for parameter in self.parameters for name in parameter.names}
         for name in (*places, *layout.leftovers):
-            row = Row(name, DTYPE_NAMES[infos[name].dtype], infos[name].shape)
+            stored = (name, DTYPE_NAMES[infos[name].dtype], infos[name].shape)
             if one := places.get(name):
-                note = layout.dropped.get(name, "")
-                row = Row(**asdict(row) | _made(one) | {"note": note})
-            yield row
-
-
-def _made(parameter: Parameter) -> dict:
-    return {
-        "path": parameter.key,
-        "transform": parameter.transform,
-        "made_shape": parameter.shape,
-    }
+                yield Row(*stored, one.key, one.transform, one.shape, layout.dropped.get(name, ""))
+            else:
+                yield Row(*stored)
 
 
 def make_plan(source: Source) -> Plan:

@@ -1,4 +1,4 @@
-"""Executes a plan: the tensors of a source become one Orbax checkpoint, with sums and a manifest."""
+"""Executes a plan: a source's tensors become one Orbax checkpoint, with sums and a manifest."""
 
 import asyncio
 import hashlib
@@ -88,7 +88,7 @@ class _Pending:
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-    """Writes an uncompressed zarr array for each `_Pending`, one after the other, in chunks of rows.
+    """Writes an uncompressed zarr array for each `_Pending`, in turn, in chunks of rows.
 
     The result is what Orbax writes for numpy arrays, so that plain Orbax restores it.
     """

@@ -112,9 +112,14 @@ class _Pipeline:
         self._uploading: deque[_Group] = deque()
         self._stopped, self._lock = threading.Event(), threading.Lock()
         self._bar = tqdm(
-            total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=None,
+            total=total,
+            desc="weights",
+            unit="B",
+            unit_scale=True,
+            leave=False,
+            disable=None,
             delay=_BAR_DELAY,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> "_Pipeline":
         return self
