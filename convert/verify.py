@@ -13,10 +13,12 @@ from convert.plan import make_plan
 from convert.source import Source
 from convert.writer import Sums
 from peagle_jax.checkpoint.converted import Converted, Parameter, as_bytes
+from peagle_jax.checkpoint.layout import Rule
 from peagle_jax.checkpoint.safetensors import CheckpointError
 from peagle_jax.checkpoint.values import NotFinite
 
 Progress = Callable[[int], None]
+_COMPARED_BYTES = 1 << 24
 
 
 class Mismatch(CheckpointError):
@@ -48,11 +50,7 @@ def verify(
             like = replace(wanted[rule.path], group=stored.group, sha256=stored.sha256)
             if like != stored:
                 raise _differs(converted, stored, "the manifest describes another array")
-            parts = [source.read(name) for name in rule.names]
-            want = rule.transform.join(parts)
-            _check_bits(converted, stored, want)
-            sums.add(pool, stored, parts, want)
-            _check_sums(converted, stored, sums)
+            _check(source, converted, stored, rule, sums, pool)
             progress(stored.nbytes)
     if sums.not_finite != converted.not_finite:
         raise Mismatch(f"{folder}: the manifest counts other NaN and infinite numbers")
@@ -75,22 +73,31 @@ def _check_headers(source: Source, converted: Converted) -> None:
             raise Mismatch(f"{kept}: is not the header of {source.label}'s {file['name']}")
 
 
-def _check_bits(converted: Converted, parameter: Parameter, want: np.ndarray) -> None:
-    """Compares with the array that the source's tensors make."""
-    want, got = as_bytes(want), as_bytes(converted.parameter(parameter.path))
-    if not np.array_equal(want, got):
-        rows, more = parameter.shape[0] if parameter.shape else 1, len(parameter.names) - 1
-        row = int(np.flatnonzero(want != got)[0]) // (len(want) // rows)
-        names = f"{parameter.names[0]!r}" + (f" and {more} more" if more else "")
-        why = f"entry {row} of its first axis is not that of tensor {names}"
-        raise _differs(converted, parameter, why)
-
-
-def _check_sums(converted: Converted, parameter: Parameter, sums: Sums) -> None:
-    for name in parameter.names:
+def _check(
+    source: Source,
+    converted: Converted,
+    parameter: Parameter,
+    rule: Rule,
+    sums: Sums,
+    pool: ThreadPoolExecutor,
+) -> None:
+    """Compares a parameter with what its tensors make, and their sums with the manifest's."""
+    parts = [source.read(name) for name in rule.names]
+    joined = rule.transform.join(parts)
+    want, got = as_bytes(joined), as_bytes(converted.parameter(rule.path))
+    for start in range(0, len(want), _COMPARED_BYTES):
+        differs = np.flatnonzero(want[start:][:_COMPARED_BYTES] != got[start:][:_COMPARED_BYTES])
+        if len(differs):
+            rows, more = parameter.shape[0] if parameter.shape else 1, len(parts) - 1
+            row = (start + int(differs[0])) // (len(want) // rows)
+            names = f"{rule.names[0]!r}" + (f" and {more} more" if more else "")
+            why = f"entry {row} of its first axis is not that of tensor {names}"
+            raise _differs(converted, parameter, why)
+    sums.add(pool, parameter, parts, joined)
+    for name in rule.names:
         if sums.tensors[name] != converted.manifest["tensors"][name]["sha256"]:
             raise _differs(converted, parameter, f"the manifest's sum of {name!r} is another")
-    if sums.parameters[parameter.path] != parameter.sha256:
+    if sums.parameters[rule.path] != parameter.sha256:
         raise _differs(converted, parameter, "the manifest's sum of it is another")
 
 

@@ -102,13 +102,15 @@ class _Handler(ocp.type_handlers.NumpyHandler):
         with ThreadPoolExecutor(_THREADS) as pool:
             for value, info in zip(values, infos, strict=True):
                 await info.await_path_creation()
-                parts = [self._source.read(name) for name in value.rule.names]
-                array = np.asarray(value.rule.transform.join(parts)).reshape(value.shape)
-                writing = asyncio.ensure_future(_write(info.parent_dir / info.name, array))
-                await asyncio.to_thread(self.sums.add, pool, value.parameter, parts, array)
-                await writing
+                await self._make(value, info.parent_dir / info.name, pool)
                 self._progress(value.nbytes)
         return []
+
+    async def _make(self, value: _Pending, path: Path, pool: ThreadPoolExecutor) -> None:
+        parts = [self._source.read(name) for name in value.rule.names]
+        array = np.asarray(value.rule.transform.join(parts)).reshape(value.shape)
+        summing = asyncio.to_thread(self.sums.add, pool, value.parameter, parts, array)
+        await asyncio.gather(_write(path, array), summing)
 
 
 async def _write(path: Path, array: np.ndarray) -> None:

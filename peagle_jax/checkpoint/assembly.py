@@ -282,7 +282,7 @@ class FileAssembly:
 
 
 class ConvertedAssembly:
-    """An `Assembly` from a folder of `peagle-convert`: tensorstore reads a parameter in one call."""
+    """An `Assembly` from a converted folder: tensorstore reads a parameter in one call."""
 
     def __init__(self, checkpoint: Converted, rule: Rule, dtype: np.dtype, sharing: Sharing):
         self.rule, self.dtype, self.sharing = rule, dtype, sharing

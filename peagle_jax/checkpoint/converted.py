@@ -1,10 +1,9 @@
-"""Reader of a folder written by `peagle-convert`: the interface of `Checkpoint`, with fused
-parameters.
+"""`Checkpoint` of a folder written by `peagle-convert`, with fused parameters.
 
-    DST/config.json, tokenizer files, ...    copied DST/manifest.json                        source,
-    versions, tensors and parameters with checksums DST/source/                              headers
-    and index of the safetensors files, for `export` DST/weights/0000/, 0001/, ...            Orbax
-    checkpoints, each some parameters by module path
+    DST/config.json, tokenizer files, ...    copied
+    DST/manifest.json                        source, versions, checksums of tensors and parameters
+    DST/source/                              headers and index of the safetensors files
+    DST/weights/0000/                        an Orbax checkpoint, parameters by module path
 
 Values keep the dtype and the bits of the source. Tensors that belong to no parameter (the second
 copy of a tied head, a vision tower, `d2t`) are stored too, under paths that begin with "unused".
@@ -136,13 +135,12 @@ class Converted(Headers):
 
     def __init__(self, folder: str | FilePath):
         self.folder = FilePath(folder)
-        self.manifest = _manifest(self.folder)
+        self.manifest, path = _manifest(self.folder), self.folder / MANIFEST
         if self.manifest.get("format") != FORMAT:
             raise CheckpointError(
-                f"{self.folder / MANIFEST}: format {self.manifest.get('format')!r}, not {FORMAT!r}; "
+                f"{path}: format {self.manifest.get('format')!r}, not {FORMAT!r}; "
                 "convert the checkpoint again"
             )
-        path = self.folder / MANIFEST
         check_manifest(self.manifest, path)
         parameters = [Parameter.from_json(raw) for raw in self.manifest["parameters"]]
         self.tensors = {
@@ -190,8 +188,8 @@ class Converted(Headers):
         parameter = self.parameters.get(rule.path)
         if parameter is None or not self.made_by(parameter, rule):
             raise CheckpointError(
-                f"{self.folder}: {'.'.join(map(str, rule.path))} is missing or was converted in another "
-                "way; convert the checkpoint again with this version"
+                f"{self.folder}: {'.'.join(map(str, rule.path))} is missing or was converted in "
+                "another way; convert the checkpoint again with this version"
             )
         return self.parameter(rule.path)
 

@@ -104,7 +104,8 @@ def folder_tensors(file: GgufFile, config: dict, matrices: np.dtype) -> list[Fol
         place = _place(architecture, name, block)
         if place is None:
             raise file.error(
-                f"tensor {name!r} ({tensor.type}) has no place in a model of architecture {architecture}"
+                f"tensor {name!r} ({tensor.type}) has no place in a model of architecture "
+                f"{architecture}"
             )
         read = tensor.floats
         if architecture == "llama" and re.search(r"\.attn_[qk]\.", name):

@@ -200,7 +200,8 @@ def load_target(
         layout.check(config.family)
         if quantization and layout.quantized:
             raise CheckpointError(
-                f"this checkpoint is quantised already; load it without quantization={quantization!r}"
+                "this checkpoint is quantised already; load it without "
+                f"quantization={quantization!r}"
             )
         model = nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0)))
         _fill(model, layout, checkpoint, dtype, quantization, devices)

@@ -174,8 +174,8 @@ def check_quantization(fields: Fields) -> None:
     method = quantization.get("quant_method")
     if method not in (None, *_QUANTIZED):
         raise fields.error(
-            f"quantization_config: quant_method {method!r} is not supported; {', '.join(_QUANTIZED)} "
-            "are, and unquantised checkpoints"
+            f"quantization_config: quant_method {method!r} is not supported; "
+            f"{', '.join(_QUANTIZED)} are, and unquantised checkpoints"
         )
     quantization.only("weight_block_size", [128, 128])
     quantization.only("fmt", "e4m3", "float8_e4m3fn")

@@ -71,8 +71,8 @@ def check_scale(name: str, scale: np.ndarray) -> None:
         if scale.size and scale.max() == MXFP4_NAN:
             count = np.count_nonzero(scale == MXFP4_NAN)
             raise CheckpointError(
-                f"{name}: {count} of {scale.size} MXFP4 scales are the byte {MXFP4_NAN}, which means NaN; "
-                "the weight has no values there, so download or quantise it again"
+                f"{name}: {count} of {scale.size} MXFP4 scales are the byte {MXFP4_NAN}, which "
+                "means NaN; the weight has no values there, so download or quantise it again"
             )
         return
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -80,6 +80,7 @@ def check_scale(name: str, scale: np.ndarray) -> None:
     broken = numbers[~((numbers > 0) & (numbers < np.inf))]
     if len(broken):
         raise CheckpointError(
-            f"{name}: {len(broken)} of {numbers.size} FP8 scales are not positive finite numbers, the first is "
-            f"{broken[0]:g}; the weight has no values there, so download or quantise it again"
+            f"{name}: {len(broken)} of {numbers.size} FP8 scales are not positive finite numbers, "
+            f"the first is {broken[0]:g}; the weight has no values there, so download or quantise "
+            "it again"
         )
