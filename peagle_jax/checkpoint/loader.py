@@ -17,8 +17,6 @@ from flax import nnx
 
 from pallas_kernels import dispatch
 from peagle_jax.checkpoint.assembly import (
-    Assembly,
-    ConvertedAssembly,
     FileAssembly,
     Sharing,
     stored_dtype,
@@ -92,11 +90,11 @@ def _fill(
             params[rule.path].set_value(value)
         return value
 
-    if quantization:
-        _fill_quantized(module.config, layout, checkpoint, dtype, devices, keep)
+    if quantization or isinstance(checkpoint, Converted):
+        _fill_joined(module.config, layout, checkpoint, dtype, quantization, devices, keep)
         return
 
-    def put(assembly: Assembly) -> jax.Array:
+    def put(assembly: FileAssembly) -> jax.Array:
         shares, cut = assembly.shares, assembly.sharing.cut
         if cut is not None:
             value = devices.assembled(assembly.shape, assembly.dtype, cut, shares.__getitem__)
@@ -113,12 +111,11 @@ def _fill(
 def _assemblies(
     config: TargetConfig | DrafterConfig,
     layout: Layout,
-    checkpoint: Checkpoint | Converted,
+    checkpoint: Checkpoint,
     dtype: str,
     devices: Devices,
-) -> list[Assembly]:
+) -> list[FileAssembly]:
     """One for each parameter."""
-    kind = ConvertedAssembly if isinstance(checkpoint, Converted) else FileAssembly
     shapes = {rule.path: _shape(rule, checkpoint) for rule in layout.rules}
     found = []
     for rule in layout.rules:
@@ -127,7 +124,8 @@ def _assemblies(
         cut = devices.cut_of(config, rule.path, shape, weight)
         stored = checkpoint.tensors[rule.names[0]].dtype
         sharing = Sharing(cut, range(devices.count), devices.count)
-        found.append(kind(checkpoint, rule, stored_dtype(stored, rule.path[-1], dtype), sharing))
+        made = stored_dtype(stored, rule.path[-1], dtype)
+        found.append(FileAssembly(checkpoint, rule, made, sharing))
     return found
 
 
@@ -136,33 +134,35 @@ def _shape(rule: Rule, checkpoint: Checkpoint | Converted) -> tuple[int, ...]:
     return rule.transform.shape([checkpoint.tensors[name].shape for name in rule.names])
 
 
-def _fill_quantized(
+def _fill_joined(
     config: TargetConfig | DrafterConfig,
     layout: Layout,
     checkpoint: Checkpoint | Converted,
     dtype: str,
+    quantization: Quantization | None,
     devices: Devices,
     keep: Callable[[Rule, jax.Array], jax.Array],
 ) -> None:
-    """Quantises matrices to fp8, one whole parameter after the other."""
+    """One whole parameter after the other; `quantization` makes fp8 of matrices."""
 
-    def put(path: tuple, array: np.ndarray, weight: np.ndarray) -> jax.Array:
+    def put(rule: Rule, array: np.ndarray, weight: tuple[int, ...]) -> None:
         # Cast in numpy: a cast on the device would need memory for two copies of the weight.
-        cast = np.asarray(array, dtype=stored_dtype(array.dtype, path[-1], dtype))
-        return devices.put(cast, devices.cut_of(config, path, array.shape, weight.shape))
+        cast = np.asarray(array, dtype=stored_dtype(array.dtype, rule.path[-1], dtype))
+        keep(rule, devices.put(cast, devices.cut_of(config, rule.path, array.shape, weight)))
 
+    shapes = {rule.path: _shape(rule, checkpoint) for rule in layout.rules}
     for rule in layout.rules:
         array = joined(checkpoint, rule)
-        if rule.path[-1] != "weight" or rule.path[-2] not in _QUANTIZABLE:
-            keep(rule, put(rule.path, array, array))
+        weight = (*rule.path[:-1], "weight")
+        if not quantization or rule.path != weight or rule.path[-2] not in _QUANTIZABLE:
+            put(rule, array, shapes.get(weight, array.shape))
             continue
         try:
             array, scale = quantize_fp8(array)
         except ValueError as error:
             raise CheckpointError(f"{'.'.join(map(str, rule.path))}: {error}") from error
-        keep(rule, put(rule.path, array, array))
-        path = (*rule.path[:-1], "scale")
-        keep(rule._replace(path=path), put(path, scale, array))
+        put(rule, array, array.shape)
+        put(rule._replace(path=(*rule.path[:-1], "scale")), scale, array.shape)
 
 
 def _name_unread_keys(folder: Path, unread_keys: Callable[[dict], list[str]]) -> None:
