@@ -6,9 +6,7 @@ Heavy libraries are imported only after the arguments are validated.
 import argparse
 import json
 import os
-import resource
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -120,24 +118,6 @@ def _bar(what: str, nbytes: int | None) -> Iterator[Callable[[int], None]]:
         yield bar.update
 
 
-def _peak() -> str:
-    """Peak resident memory of this process."""
-    from convert.summary import size_text
-
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        most = int(status.split("VmHWM:")[1].split()[0]) * 1024
-    except (OSError, IndexError):  # not Linux: this figure may include the parent's memory
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        most *= 1 if sys.platform == "darwin" else 1024
-    return f"peak memory {size_text(most)}"
-
-
-def _speed(nbytes: int, start: float) -> str:
-    seconds = time.perf_counter() - start
-    return f"{seconds:.1f} s, {nbytes / 1e9 / seconds:.2f} GB/s, {_peak()}"
-
-
 def _open(args: argparse.Namespace):
     """Opens the source of a command; downloads it if it is a hub id."""
     from convert.source import open_source
@@ -207,7 +187,7 @@ def _convert(args: argparse.Namespace) -> int:
     from convert.summary import not_finite_text, size_text
     from convert.writer import convert
 
-    start, plan = time.perf_counter(), make_plan(_open(args))
+    plan = make_plan(_open(args))
     if code := _report_gaps(plan):
         return code
     with _bar("converting", plan.nbytes) as advance:
@@ -218,7 +198,6 @@ def _convert(args: argparse.Namespace) -> int:
     print(f"{args.folder}: {size_text(plan.nbytes)}")
     if not_finite:
         print(not_finite_text(not_finite))
-    print(_speed(plan.nbytes, start))
     return 0
 
 
@@ -245,11 +224,9 @@ def _export(args: argparse.Namespace) -> int:
     from convert.export import export
     from convert.summary import size_text
 
-    start = time.perf_counter()
     with _bar("exporting", None) as advance:
         nbytes = export(Path(args.source), args.folder, progress=advance)
     print(f"{args.folder}: {size_text(nbytes)}, every tensor with the sum it had in the source")
-    print(_speed(nbytes, start))
     return 0
 
 
@@ -259,7 +236,7 @@ def _gguf(args: argparse.Namespace) -> int:
 
     with _bar("converting", None) as advance:
         nbytes = write_folder(Path(args.source), args.folder, dtype=args.dtype, progress=advance)
-    print(f"{args.folder}: {size_text(nbytes)}, {_peak()}")
+    print(f"{args.folder}: {size_text(nbytes)}")
     return 0
 
 

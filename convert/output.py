@@ -1,6 +1,5 @@
 """A new folder: written as `NAME.partial` under a lock, renamed when it is complete."""
 
-import errno
 import fcntl
 import os
 import shutil
@@ -52,9 +51,8 @@ def new_folder(final: Path, nbytes: int, sources: Iterable[Path]) -> Iterator[Pa
                 f"{final.parent}: {nbytes / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free"
             )
         yield folder
-        _sync_tree(folder)
+        os.sync()  # else a loss of power could leave empty files under the final name
         folder.rename(final)  # replaces an empty folder
-        _sync(final.parent)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
@@ -109,22 +107,4 @@ def _lock(folder: Path) -> int:
             raise CheckpointError(f"{folder}: another run is writing it; wait for it") from error
         except FileNotFoundError:
             pass  # renamed by its owner between the two lines above
-        os.close(descriptor)
-
-
-def _sync_tree(folder: Path) -> None:
-    for root, _, files in os.walk(folder):
-        for name in files:
-            _sync(Path(root) / name)
-        _sync(Path(root))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems cannot fsync folders
-            raise
-    finally:
         os.close(descriptor)

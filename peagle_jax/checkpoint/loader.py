@@ -25,7 +25,7 @@ from peagle_jax.checkpoint.checked import checked_head, checked_target, naming
 from peagle_jax.checkpoint.converted import Converted, joined, open_checkpoint
 from peagle_jax.checkpoint.fields import named, read_config
 from peagle_jax.checkpoint.head_json import head_json, head_unread_keys, speculators_json
-from peagle_jax.checkpoint.layout import PACKED, Layout, Rule
+from peagle_jax.checkpoint.layout import Layout, Rule
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, write
 from peagle_jax.checkpoint.streaming import stream
 from peagle_jax.checkpoint.tables import (
@@ -56,18 +56,6 @@ def _owner(module: nnx.Module, rule: Rule) -> nnx.Module:
     return module
 
 
-def _check_shapes(params: dict, layout: Layout, tensors: dict[str, TensorInfo]) -> None:
-    """Checks the layout's parameters against the module's. Packed weights hold two values per
-    byte."""
-    for path, names, transform in layout.rules:
-        if path[-1] == "scale":
-            continue
-        shape = transform.shape([tensors[name].shape for name in names])
-        *leading, width = params[path].shape
-        wanted = (*leading, width // 2 if tensors[names[0]].dtype == PACKED else width)
-        assert shape == wanted, f"the table makes {path} {shape}, the model has {wanted}"
-
-
 def _fill(
     module: nnx.Module,
     layout: Layout,
@@ -81,7 +69,6 @@ def _fill(
         check_shares(module.config, devices.count)
         local_modules(module, module.config, devices.count)
     params = dict(nnx.to_flat_state(nnx.state(module)))
-    _check_shapes(params, layout, checkpoint.tensors)
 
     def keep(rule: Rule, value: jax.Array) -> jax.Array:
         if rule.path[-1] == "scale":

@@ -26,7 +26,6 @@ def test_a_checkpoint_comes_back_byte_for_byte(name, cli, tmp_path):
     folder, options = CHECKPOINTS[name]
     code, out, err = cli("convert", folder, tmp_path / "dst", *options)
     assert (code, err) == (0, "")
-    assert "peak memory" in out
     assert not (tmp_path / "dst.partial").exists()
     code, out, err = cli("verify", folder, tmp_path / "dst", *options)
     assert (code, err) == (0, "")
