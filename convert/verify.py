@@ -84,16 +84,17 @@ def _check(
     """Compares a parameter with what its tensors make, and their sums with the manifest's."""
     parts = [source.read(name) for name in rule.names]
     joined = rule.transform.join(parts)
+    sums.add(pool, parameter, parts, joined)
+    del parts  # the stored parameter takes as much memory
     want, got = as_bytes(joined), as_bytes(converted.parameter(rule.path))
     for start in range(0, len(want), _COMPARED_BYTES):
         differs = np.flatnonzero(want[start:][:_COMPARED_BYTES] != got[start:][:_COMPARED_BYTES])
         if len(differs):
-            rows, more = parameter.shape[0] if parameter.shape else 1, len(parts) - 1
+            rows, more = parameter.shape[0] if parameter.shape else 1, len(rule.names) - 1
             row = (start + int(differs[0])) // (len(want) // rows)
             names = f"{rule.names[0]!r}" + (f" and {more} more" if more else "")
             why = f"entry {row} of its first axis is not that of tensor {names}"
             raise _differs(converted, parameter, why)
-    sums.add(pool, parameter, parts, joined)
     for name in rule.names:
         if sums.tensors[name] != converted.manifest["tensors"][name]["sha256"]:
             raise _differs(converted, parameter, f"the manifest's sum of {name!r} is another")
