@@ -4,11 +4,10 @@
 `qwen3-coder-30b-a3b-fp8` the block-quantised one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from bench.command import PRESET_SUFFIX
-from convert.synthetic import with_layers
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.presets import PRESETS
 from peagle_jax.rope_config import Llama3Scaling, RopeConfig
@@ -30,6 +29,17 @@ PEAGLE_LAYERS = 4
 """Layers of every published P-EAGLE head."""
 EAGLE3_VOCAB = 32000
 """Draft vocabulary of the published EAGLE-3 heads; P-EAGLE's have the target's."""
+
+
+def with_layers(config: TargetConfig, num_layers: int) -> TargetConfig:
+    """The model cut to its first layers."""
+    windows, experts = config.sliding_windows, config.experts
+    if experts is not None:
+        dense = tuple(i for i in experts.dense_layers if i < num_layers)
+        size = experts.dense_size if dense else None
+        experts = replace(experts, dense_layers=dense, dense_size=size)
+    windows = windows and windows[:num_layers]
+    return replace(config, num_layers=num_layers, sliding_windows=windows, experts=experts)
 
 
 class _Shape(NamedTuple):

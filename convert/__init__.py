@@ -1,1 +1,1 @@
-"""`peagle-convert`: PyTorch checkpoints <-> Orbax. Uses the name tables of peagle_jax.checkpoint."""
+"""`peagle-convert`: PyTorch checkpoints to Orbax and back."""

@@ -8,19 +8,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from peagle_jax.checkpoint import reads
-from peagle_jax.checkpoint.converted import Converted, joined
 from peagle_jax.checkpoint.layout import FP8, PACKED, Rule
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo
 from peagle_jax.checkpoint.transforms import IN_ORDER, Copy, Deinterleave, Transpose
 from peagle_jax.checkpoint.values import check_scale
-from peagle_jax.parallel.shares import Cut, padded_share, share_of
+from peagle_jax.parallel.shares import Cut, share_of
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -88,28 +86,14 @@ class Sharing:
             at += last - first
 
 
-class Assembly(Protocol):
-    """A parameter on its way. `shares` by rank are complete once its spans are filled.
-
-    Attributes:
-      nbytes: of host memory that it takes.
-      num_read: bytes that are read.
-    """
-
-    rule: Rule
-    sharing: Sharing
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    nbytes: int
-    num_read: int
-    shares: dict[int, np.ndarray]
-
-
 class FileAssembly:
-    """An `Assembly` from safetensors.
+    """A parameter on its way. `shares` by rank are complete once its spans are filled.
 
     Args:
       dtype: of the parameter on the device.
+    Attributes:
+      nbytes: of host memory that it takes.
+      num_read: bytes that are read.
     """
 
     def __init__(self, checkpoint: Checkpoint, rule: Rule, dtype: np.dtype, sharing: Sharing):
@@ -267,7 +251,11 @@ class FileAssembly:
         if self.rule.path[-1] == "scale":
             self._check_scales(parts)
         value = np.asarray(self.rule.transform.join(parts), dtype=self.dtype)
-        self.shares = _shares(value, self.sharing)
+        cut, count = self.sharing.cut, self.sharing.count
+        self.shares = {
+            rank: value if cut is None else share_of(value, cut, rank, count)
+            for rank in self.sharing.owners()
+        }
         self._raw = None
 
     def _check_scales(self, parts: Sequence[np.ndarray]) -> None:
@@ -279,36 +267,3 @@ class FileAssembly:
             for name, part in zip(self.rule.names, parts, strict=True):
                 check_scale(name, part)
             raise
-
-
-class ConvertedAssembly:
-    """An `Assembly` from a folder of `peagle-convert`: tensorstore reads a share in one call."""
-
-    def __init__(self, checkpoint: Converted, rule: Rule, dtype: np.dtype, sharing: Sharing):
-        self.rule, self.dtype, self.sharing = rule, dtype, sharing
-        self._checkpoint = checkpoint
-        self.shape = rule.transform.shape([checkpoint.tensors[name].shape for name in rule.names])
-        self.shares: dict[int, np.ndarray] = {}
-        stored = checkpoint.tensors[rule.names[0]].dtype
-        width = stored.itemsize + (dtype.itemsize if stored != dtype else 0)
-        self.nbytes = prod(sharing.shape(self.shape)) * width * len(sharing.owners())
-        self.num_read = prod(self.shape) * stored.itemsize
-
-    def read(self) -> int:
-        """Makes the shares, and returns the bytes that were read."""
-        cut, ranks, count = self.sharing.cut, self.sharing.ranks, self.sharing.count
-        if cut is None or self.rule.path[-1] == "scale":
-            value = np.asarray(joined(self._checkpoint, self.rule), dtype=self.dtype)
-            self.shares = _shares(value, self.sharing)
-            return self.num_read
-        for rank in ranks:
-            pieces = self._checkpoint.slices(self.rule, cut.axis, cut.ranges(rank, count))
-            share = padded_share(pieces, cut, count)
-            self.shares[rank] = np.asarray(share, dtype=self.dtype)
-        return self.num_read
-
-
-def _shares(value: np.ndarray, sharing: Sharing) -> dict[int, np.ndarray]:
-    if sharing.cut is None:
-        return {0: value}
-    return {rank: share_of(value, sharing.cut, rank, sharing.count) for rank in sharing.ranks}

@@ -30,7 +30,6 @@ class Key:
       default: what transformers takes where the key is missing.
       accepted: supported values; empty means every value of the kind.
       nullable: null is a value of its own (None), not the default.
-      hint: ends the message of a refusal.
     """
 
     kind: Literal["count", "number", "flag", "list", "object", "value"]
@@ -40,7 +39,6 @@ class Key:
     least: int = 1
     most: int = 2**31
     positive: bool = False
-    hint: str = ""
 
     def read(self, fields: Fields, name: str):
         """Reads key `name` of config.json, or its default.
@@ -58,7 +56,7 @@ class Key:
             if missing:
                 stated = f"{name} is missing and its default {value!r}"
             known = " or ".join("leaving it out" if x is None else repr(x) for x in self.accepted)
-            raise fields.error(f"{stated} is not supported, {known} is{self.hint}")
+            raise fields.error(f"{stated} is not supported, {known} is")
         return value
 
     def _stated(self, fields: Fields, name: str):
@@ -89,15 +87,15 @@ def positive(default: float | None, **bounds) -> Key:
     return Key(kind="number", default=default, positive=True, **bounds)
 
 
-def flag(default: bool, *accepted: bool, hint: str = "") -> Key:
-    return Key(kind="flag", default=default, accepted=accepted, hint=hint)
+def flag(default: bool, *accepted: bool) -> Key:
+    return Key(kind="flag", default=default, accepted=accepted)
 
 
-def only(*accepted, default=None, hint: str = "") -> Key:
+def only(*accepted, default=None) -> Key:
     """A key of which only some values are supported; the first is the default unless one is
     given."""
     default = accepted[0] if default is None else default
-    return Key(kind="value", default=default, accepted=accepted, hint=hint)
+    return Key(kind="value", default=default, accepted=accepted)
 
 
 LAYER_TYPES = Key(kind="list", default=None)

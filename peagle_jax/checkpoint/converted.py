@@ -1,10 +1,9 @@
-"""Reader of a folder written by `peagle-convert`: the interface of `Checkpoint`, with fused
-parameters.
+"""`Checkpoint` of a folder written by `peagle-convert`, with fused parameters.
 
-    DST/config.json, tokenizer files, ...    copied DST/manifest.json                        source,
-    versions, tensors and parameters with checksums DST/source/                              headers
-    and index of the safetensors files, for `export` DST/weights/0000/, 0001/, ...            Orbax
-    checkpoints, each some parameters by module path
+    DST/config.json, tokenizer files, ...    copied
+    DST/manifest.json                        source, versions, checksums of tensors and parameters
+    DST/source/                              headers and index of the safetensors files
+    DST/weights/0000/                        an Orbax checkpoint, parameters by module path
 
 Values keep the dtype and the bits of the source. Tensors that belong to no parameter (the second
 copy of a tied head, a vision tower, `d2t`) are stored too, under paths that begin with "unused".
@@ -13,8 +12,6 @@ copy of a tied head, a vision tower, `d2t`) are stored too, under paths that beg
 import hashlib
 import json
 import os
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -138,13 +135,12 @@ class Converted(Headers):
 
     def __init__(self, folder: str | FilePath):
         self.folder = FilePath(folder)
-        self.manifest = _manifest(self.folder)
+        self.manifest, path = _manifest(self.folder), self.folder / MANIFEST
         if self.manifest.get("format") != FORMAT:
             raise CheckpointError(
-                f"{self.folder / MANIFEST}: format {self.manifest.get('format')!r}, not {FORMAT!r}; "
+                f"{path}: format {self.manifest.get('format')!r}, not {FORMAT!r}; "
                 "convert the checkpoint again"
             )
-        path = self.folder / MANIFEST
         check_manifest(self.manifest, path)
         parameters = [Parameter.from_json(raw) for raw in self.manifest["parameters"]]
         self.tensors = {
@@ -189,30 +185,13 @@ class Converted(Headers):
         Raises:
           CheckpointError: the folder holds no such parameter, or it was made by another rule.
         """
-        return self.parameter(self._stored(rule).path)
-
-    def _stored(self, rule: Rule) -> Parameter:
         parameter = self.parameters.get(rule.path)
         if parameter is None or not self.made_by(parameter, rule):
             raise CheckpointError(
-                f"{self.folder}: {'.'.join(map(str, rule.path))} is missing or was converted in another "
-                "way; convert the checkpoint again with this version"
+                f"{self.folder}: {'.'.join(map(str, rule.path))} is missing or was converted in "
+                "another way; convert the checkpoint again with this version"
             )
-        return parameter
-
-    def slices(self, rule: Rule, axis: int, ranges: list[tuple[int, int]]) -> list[np.ndarray]:
-        """Slices of the stored parameter of `rule` along an axis; reads the chunks that hold them.
-
-        Raises:
-          CheckpointError: as `joined`.
-        """
-        parameter = self._stored(rule)
-        store, index = self.store(parameter), (slice(None),) * axis
-        try:
-            reads = [store[(*index, slice(*each))].read() for each in ranges]
-            return [read.result() for read in reads]
-        except ValueError as error:
-            raise self._damaged(parameter, error) from error
+        return self.parameter(rule.path)
 
     def made_by(self, parameter: Parameter, rule: Rule) -> bool:
         """Whether the manifest entry matches `rule` in tensors, transform, dtype and shape."""
@@ -234,47 +213,6 @@ class Converted(Headers):
             return self.store(parameter).read().result()
         except ValueError as error:
             raise self._damaged(parameter, error) from error
-
-    def blocks(self, parameter: Parameter) -> Iterator[np.ndarray]:
-        """The array in its chunks along axis 0, tens of megabytes each."""
-        store = self.store(parameter)
-        if not parameter.shape:
-            yield self.parameter(parameter.path)
-            return
-        step, rows = store.chunk_layout.read_chunk.shape[0], parameter.shape[0]
-        ahead = deque()
-        for start in (*range(0, rows, step), None):
-            if start is not None:
-                ahead.append(store[start : min(start + step, rows)].read())
-            if len(ahead) > 1 or (ahead and start is None):  # prefetch one chunk
-                try:
-                    yield ahead.popleft().result()
-                except ValueError as error:
-                    raise self._damaged(parameter, error) from error
-
-    def check(self, parameter: Parameter) -> None:
-        """Compares the hash of the stored bytes with the manifest.
-
-        Raises:
-          CheckpointError: they differ.
-        """
-        sizes = [info.end - info.begin for info in map(self.info, parameter.names)]
-        digests = [hashlib.sha256()]
-        room = sizes[0] if parameter.in_order else parameter.nbytes
-        for block in self.blocks(parameter):
-            data = as_bytes(block)
-            while data.nbytes:
-                while not room:
-                    room = sizes[len(digests)]
-                    digests.append(hashlib.sha256())
-                digests[-1].update(data[:room])
-                room, data = room - len(data[:room]), data[room:]
-        actual = sum_of_sums([digest.hexdigest() for digest in digests])
-        if actual != parameter.sha256:
-            raise CheckpointError(
-                f"{self.folder}: {parameter.key} in weights/{parameter.group} is not what was written "
-                f"(sha256 {actual[:12]}, the manifest says {parameter.sha256[:12]})"
-            )
 
     def store(self, parameter: Parameter) -> "ts.TensorStore":
         """Opens the array with tensorstore without reading it; checks shape and dtype by the

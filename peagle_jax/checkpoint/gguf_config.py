@@ -11,6 +11,7 @@ import numpy as np
 from peagle_jax.checkpoint.fields import Fields
 from peagle_jax.checkpoint.gguf_file import GgufFile
 from peagle_jax.checkpoint.rope_json import FULL, SLIDING
+from peagle_jax.checkpoint.target_writer import ARCHITECTURES
 
 _COMMON = {
     "block_count": "num_hidden_layers",
@@ -49,15 +50,6 @@ _KEYS = {
 }
 """By architecture: transformers' `model_type`, and its name of each key."""
 
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-}
-
 _READ_BELOW = {
     "vocab_size", "tensor_data_layout", "attention.value_length", "attention.value_length_swa",
     "attention.sliding_window_pattern", "rope.dimension_count", "rope.dimension_count_swa",
@@ -93,7 +85,7 @@ def model_config(file: GgufFile) -> dict:
     for key, value in own.items():
         if key not in names and key not in _READ_BELOW and value:
             raise file.error(f"{architecture}.{key} {value!r} is not supported")
-    config = {"architectures": [_CLASSES[kind]], "model_type": kind}
+    config = {"architectures": [ARCHITECTURES[kind.removesuffix("_text")]], "model_type": kind}
     config |= {name: own[key] for key, name in names.items() if key in own}
     own = Fields(own, f"{file.path}: {architecture}")
     config["vocab_size"] = _embedding(file).shape[0]

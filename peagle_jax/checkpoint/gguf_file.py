@@ -254,7 +254,8 @@ def _placed(
     nbytes = prod(rows) * row
     if begin + nbytes > len(cursor.content):
         raise cursor.error(
-            f"truncated: tensor {name!r} ({kind}) ends at byte {begin + nbytes} of {len(cursor.content)}"
+            f"truncated: tensor {name!r} ({kind}) ends at byte {begin + nbytes} of "
+            f"{len(cursor.content)}"
         )
     data = np.frombuffer(cursor.content, np.uint8, nbytes, begin).reshape(*rows, row)
     return GgufTensor(name, kind, shape, data), nbytes

@@ -104,7 +104,8 @@ def folder_tensors(file: GgufFile, config: dict, matrices: np.dtype) -> list[Fol
         place = _place(architecture, name, block)
         if place is None:
             raise file.error(
-                f"tensor {name!r} ({tensor.type}) has no place in a model of architecture {architecture}"
+                f"tensor {name!r} ({tensor.type}) has no place in a model of architecture "
+                f"{architecture}"
             )
         read = tensor.floats
         if architecture == "llama" and re.search(r"\.attn_[qk]\.", name):
@@ -192,18 +193,27 @@ def _gpt_oss_experts(
     elif _is_packed(file, layer):
         groups = columns[0] // 32
         yield FolderTensor(
-            f"{name}_blocks", (*shape[:2], groups, 16), np.dtype(np.uint8), tensor,
+            f"{name}_blocks",
+            (*shape[:2], groups, 16),
+            np.dtype(np.uint8),
+            tensor,
             lambda: _alternating([_mxfp4(x)[0] for x in found]),
-        )  # fmt: skip
+        )
         yield FolderTensor(
-            f"{name}_scales", (*shape[:2], groups), np.dtype(np.uint8), tensor,
+            f"{name}_scales",
+            (*shape[:2], groups),
+            np.dtype(np.uint8),
+            tensor,
             lambda: _alternating([_mxfp4(x)[1] for x in found]),
-        )  # fmt: skip
+        )
     else:
         yield FolderTensor(
-            name, (experts, *columns, shape[1]), dtype, tensor,
+            name,
+            (experts, *columns, shape[1]),
+            dtype,
+            tensor,
             lambda: _alternating([x.floats() for x in found]).swapaxes(1, 2),
-        )  # fmt: skip
+        )
 
 
 def _is_packed(file: GgufFile, layer: str) -> bool:

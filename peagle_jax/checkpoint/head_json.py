@@ -142,8 +142,8 @@ def _check_promises(head: Fields, layers: Fields, tensors: set[str]) -> None:
             raise head.error(f"config.json says {flag} false but the file holds {name}")
     if head.inner("eagle_config", {}).get("use_aux_hidden_state") is False:
         raise head.error(
-            "eagle_config says use_aux_hidden_state false: this head takes the target's last state, "
-            "and only heads that tap layers are supported"
+            "eagle_config says use_aux_hidden_state false: this head takes the target's last "
+            "state, and only heads that tap layers are supported"
         )
 
 
@@ -256,11 +256,13 @@ def check_fit(config: DrafterConfig, target: TargetConfig, fused_width: int, whe
         problems.append(f"its vocabulary is {config.vocab_size}, the target's {target.vocab_size}")
     if config.target_hidden_size != target.hidden_size:
         problems.append(
-            f"it taps states {config.target_hidden_size} wide, the target's are {target.hidden_size}"
+            f"it taps states {config.target_hidden_size} wide, the target's are "
+            f"{target.hidden_size}"
         )
     elif fused_width != config.num_taps * config.target_hidden_size:
         problems.append(
-            f"its fc takes {fused_width}, {config.num_taps} taps give {config.num_taps * target.hidden_size}"
+            f"its fc takes {fused_width}, {config.num_taps} taps give "
+            f"{config.num_taps * target.hidden_size}"
         )
     if (
         len(taps) != config.num_taps
@@ -268,8 +270,9 @@ def check_fit(config: DrafterConfig, target: TargetConfig, fused_width: int, whe
         or not 0 <= taps[0] <= taps[-1] <= target.num_layers
     ):
         problems.append(
-            f"its taps {taps} are not {config.num_taps} ascending ids from 0 to {target.num_layers}, "
-            "the streams entering the target's layers and the one leaving the last"
+            f"its taps {taps} are not {config.num_taps} ascending ids from 0 to "
+            f"{target.num_layers}, the streams entering the target's layers and the one leaving "
+            "the last"
             + ("" if config.taps else "; its config.json names none, so give them by --taps")
         )
     if not config.own_embedding and config.hidden_size != target.hidden_size:

@@ -117,8 +117,8 @@ class Table:
         for info in infos:
             if info is not None and info.dtype not in FLOATS:
                 raise CheckpointError(
-                    f"{info.name} is {info.dtype}; only the matrices of attention, MLP and experts may "
-                    "be quantised, this one must be bfloat16, float16 or float32"
+                    f"{info.name} is {info.dtype}; only the matrices of attention, MLP and experts "
+                    "may be quantised, this one must be bfloat16, float16 or float32"
                 )
         self.add(path, infos, transform or (Copy() if len(names) == 1 else Concat()))
 
@@ -179,8 +179,9 @@ class Table:
         other = next((info for info in present if info.dtype != present[0].dtype), None)
         if other is not None:
             raise CheckpointError(
-                f"{present[0].name} is {present[0].dtype} but {other.name} is {other.dtype}; the two are one "
-                f"parameter here, so store them in one dtype ({_common(present)} holds both exactly)"
+                f"{present[0].name} is {present[0].dtype} but {other.name} is {other.dtype}; the "
+                f"two are one parameter here, so store them in one dtype ({_common(present)} holds "
+                "both exactly)"
             )
         if len(present) == len(infos):
             self.rules.append(Rule(path, tuple(info.name for info in infos), transform))
@@ -212,8 +213,8 @@ class Table:
             self.missing.append(name)
             if len(self.missing) > _MOST_MISSING:
                 raise CheckpointError(
-                    f"tensor {self.missing[0]!r} is missing (and more than {_MOST_MISSING:,} others): "
-                    "config.json describes another model"
+                    f"tensor {self.missing[0]!r} is missing (and more than {_MOST_MISSING:,} "
+                    "others): config.json describes another model"
                 )
             return None
         if shape is not None and info.shape != shape:
@@ -228,14 +229,14 @@ class Table:
         if quantized and len(quantized) < len(present):
             plain = next(info for info in present if info.dtype != FP8)
             raise CheckpointError(
-                f"{quantized[0].name} is FP8 but {plain.name} is {plain.dtype}; the two are one matrix "
-                "here: both must be quantised or neither"
+                f"{quantized[0].name} is FP8 but {plain.name} is {plain.dtype}; the two are one "
+                "matrix here: both must be quantised or neither"
             )
         for info in present:
             if info.dtype != FP8 and info.dtype not in FLOATS:
                 raise CheckpointError(
-                    f"{info.name} is {info.dtype}; a weight can be bfloat16, float16, float32 or FP8 "
-                    "(float8_e4m3fn)"
+                    f"{info.name} is {info.dtype}; a weight can be bfloat16, float16, float32 or "
+                    "FP8 (float8_e4m3fn)"
                 )
         self.add((*path, "weight"), infos, join)
         return bool(quantized)

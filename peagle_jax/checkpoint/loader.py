@@ -15,10 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pallas_kernels import dispatch, formats
+from pallas_kernels import dispatch
 from peagle_jax.checkpoint.assembly import (
-    Assembly,
-    ConvertedAssembly,
     FileAssembly,
     Sharing,
     stored_dtype,
@@ -27,7 +25,7 @@ from peagle_jax.checkpoint.checked import checked_head, checked_target, naming
 from peagle_jax.checkpoint.converted import Converted, joined, open_checkpoint
 from peagle_jax.checkpoint.fields import named, read_config
 from peagle_jax.checkpoint.head_json import head_json, head_unread_keys, speculators_json
-from peagle_jax.checkpoint.layout import PACKED, Layout, Rule
+from peagle_jax.checkpoint.layout import Layout, Rule
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, write
 from peagle_jax.checkpoint.streaming import stream
 from peagle_jax.checkpoint.tables import (
@@ -38,7 +36,6 @@ from peagle_jax.checkpoint.tables import (
 )
 from peagle_jax.checkpoint.target_json import target_unread_keys
 from peagle_jax.checkpoint.target_writer import target_json
-from peagle_jax.checkpoint.transforms import Copy
 from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.devices import ONE_DEVICE, Devices, local_modules
 from peagle_jax.method.draft_head import DraftHead
@@ -59,18 +56,6 @@ def _owner(module: nnx.Module, rule: Rule) -> nnx.Module:
     return module
 
 
-def _check_shapes(params: dict, layout: Layout, tensors: dict[str, TensorInfo]) -> None:
-    """Checks the layout's parameters against the module's. Packed weights hold two values per
-    byte."""
-    for path, names, transform in layout.rules:
-        if path[-1] == "scale":
-            continue
-        shape = transform.shape([tensors[name].shape for name in names])
-        *leading, width = params[path].shape
-        wanted = (*leading, width // 2 if tensors[names[0]].dtype == PACKED else width)
-        assert shape == wanted, f"the table makes {path} {shape}, the model has {wanted}"
-
-
 def _fill(
     module: nnx.Module,
     layout: Layout,
@@ -84,7 +69,6 @@ def _fill(
         check_shares(module.config, devices.count)
         local_modules(module, module.config, devices.count)
     params = dict(nnx.to_flat_state(nnx.state(module)))
-    _check_shapes(params, layout, checkpoint.tensors)
 
     def keep(rule: Rule, value: jax.Array) -> jax.Array:
         if rule.path[-1] == "scale":
@@ -93,11 +77,11 @@ def _fill(
             params[rule.path].set_value(value)
         return value
 
-    if quantization:
-        _fill_quantized(module.config, layout, checkpoint, dtype, devices, keep)
+    if quantization or isinstance(checkpoint, Converted):
+        _fill_joined(module.config, layout, checkpoint, dtype, quantization, devices, keep)
         return
 
-    def put(assembly: Assembly) -> jax.Array:
+    def put(assembly: FileAssembly) -> jax.Array:
         shares, cut = assembly.shares, assembly.sharing.cut
         if cut is not None:
             value = devices.assembled(assembly.shape, assembly.dtype, cut, shares.__getitem__)
@@ -114,12 +98,11 @@ def _fill(
 def _assemblies(
     config: TargetConfig | DrafterConfig,
     layout: Layout,
-    checkpoint: Checkpoint | Converted,
+    checkpoint: Checkpoint,
     dtype: str,
     devices: Devices,
-) -> list[Assembly]:
+) -> list[FileAssembly]:
     """One for each parameter."""
-    kind = ConvertedAssembly if isinstance(checkpoint, Converted) else FileAssembly
     shapes = {rule.path: _shape(rule, checkpoint) for rule in layout.rules}
     found = []
     for rule in layout.rules:
@@ -128,7 +111,8 @@ def _assemblies(
         cut = devices.cut_of(config, rule.path, shape, weight)
         stored = checkpoint.tensors[rule.names[0]].dtype
         sharing = Sharing(cut, range(devices.count), devices.count)
-        found.append(kind(checkpoint, rule, stored_dtype(stored, rule.path[-1], dtype), sharing))
+        made = stored_dtype(stored, rule.path[-1], dtype)
+        found.append(FileAssembly(checkpoint, rule, made, sharing))
     return found
 
 
@@ -137,33 +121,35 @@ def _shape(rule: Rule, checkpoint: Checkpoint | Converted) -> tuple[int, ...]:
     return rule.transform.shape([checkpoint.tensors[name].shape for name in rule.names])
 
 
-def _fill_quantized(
+def _fill_joined(
     config: TargetConfig | DrafterConfig,
     layout: Layout,
     checkpoint: Checkpoint | Converted,
     dtype: str,
+    quantization: Quantization | None,
     devices: Devices,
     keep: Callable[[Rule, jax.Array], jax.Array],
 ) -> None:
-    """Quantises matrices to fp8, one whole parameter after the other."""
+    """One whole parameter after the other; `quantization` makes fp8 of matrices."""
 
-    def put(path: tuple, array: np.ndarray, weight: np.ndarray) -> jax.Array:
+    def put(rule: Rule, array: np.ndarray, weight: tuple[int, ...]) -> None:
         # Cast in numpy: a cast on the device would need memory for two copies of the weight.
-        cast = np.asarray(array, dtype=stored_dtype(array.dtype, path[-1], dtype))
-        return devices.put(cast, devices.cut_of(config, path, array.shape, weight.shape))
+        cast = np.asarray(array, dtype=stored_dtype(array.dtype, rule.path[-1], dtype))
+        keep(rule, devices.put(cast, devices.cut_of(config, rule.path, array.shape, weight)))
 
+    shapes = {rule.path: _shape(rule, checkpoint) for rule in layout.rules}
     for rule in layout.rules:
         array = joined(checkpoint, rule)
-        if rule.path[-1] != "weight" or rule.path[-2] not in _QUANTIZABLE:
-            keep(rule, put(rule.path, array, array))
+        weight = (*rule.path[:-1], "weight")
+        if not quantization or rule.path != weight or rule.path[-2] not in _QUANTIZABLE:
+            put(rule, array, shapes.get(weight, array.shape))
             continue
         try:
             array, scale = quantize_fp8(array)
         except ValueError as error:
             raise CheckpointError(f"{'.'.join(map(str, rule.path))}: {error}") from error
-        keep(rule, put(rule.path, array, array))
-        path = (*rule.path[:-1], "scale")
-        keep(rule._replace(path=path), put(path, scale, array))
+        put(rule, array, array.shape)
+        put(rule._replace(path=(*rule.path[:-1], "scale")), scale, array.shape)
 
 
 def _name_unread_keys(folder: Path, unread_keys: Callable[[dict], list[str]]) -> None:
@@ -201,7 +187,8 @@ def load_target(
         layout.check(config.family)
         if quantization and layout.quantized:
             raise CheckpointError(
-                f"this checkpoint is quantised already; load it without quantization={quantization!r}"
+                "this checkpoint is quantised already; load it without "
+                f"quantization={quantization!r}"
             )
         model = nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0)))
         _fill(model, layout, checkpoint, dtype, quantization, devices)
@@ -243,9 +230,7 @@ def _tensors_of(
 ) -> dict[str, np.ndarray]:
     params, out = dict(nnx.to_flat_state(nnx.state(module))), {}
     if any(path[-1] == "scale" for path in params):
-        raise CheckpointError(
-            "a quantised model cannot be saved; save the one it was made from, or `dequantize` it"
-        )
+        raise CheckpointError("a quantised model cannot be saved; save the one it was made from")
     for rule in layout.rules:
         array = np.asarray(jax.device_get(params[rule.path].get_value()))
         parts = rule.transform.split(array, [like[name] for name in rule.names])
@@ -257,15 +242,6 @@ def _write_folder(folder: Path, config: dict, tensors: dict[str, np.ndarray]) ->
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write(folder / "model.safetensors", tensors)
-
-
-def dequantize(model: Decoder, dtype: str) -> None:
-    """Replaces the FP8 and MXFP4 weights of a model in place by their values in `dtype`."""
-    params = dict(nnx.to_flat_state(nnx.state(model)))
-    for path in [path for path in params if path[-1] == "scale"]:
-        owner = _owner(model, Rule(path, (), Copy()))
-        values = formats.dequantize(owner.weight[...], owner.scale[...], jnp.dtype(dtype))
-        owner.weight, owner.scale = nnx.Param(values), None
 
 
 def save_target(model: Decoder, folder: str | Path, *, dtype: str = "bfloat16") -> None:

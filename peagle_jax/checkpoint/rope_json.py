@@ -261,7 +261,8 @@ def windows(
     """
     if len(types) != num_layers or any(kind not in (SLIDING, FULL) for kind in types):
         raise fields.error(
-            f"layer_types must name {SLIDING} or {FULL} for each of {num_layers} layers, not {types}"
+            f"layer_types must name {SLIDING} or {FULL} for each of {num_layers} layers, not "
+            f"{types}"
         )
     if SLIDING not in types:
         return None

@@ -101,7 +101,8 @@ def entry(path: Path, name: str, raw, data_start: int, file_size: int) -> Tensor
         size *= n
     if min(shape, default=0) < 0 or not 0 <= begin <= end or end - begin != size:
         raise CheckpointError(
-            f"{path}: tensor {name!r} claims {shape} {dtype} in bytes {begin}..{end}, which disagree"
+            f"{path}: tensor {name!r} claims {shape} {dtype} in bytes {begin}..{end}, which "
+            "disagree"
         )
     if data_start + end > file_size:
         raise CheckpointError(
@@ -134,8 +135,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     for info in sorted(table.values(), key=lambda info: (info.begin, info.end)):
         if info.begin != end:
             raise CheckpointError(
-                f"{path}: tensor {info.name!r} begins at byte {info.begin}, not {end} where the one "
-                "before it ends"
+                f"{path}: tensor {info.name!r} begins at byte {info.begin}, not {end} where the "
+                "one before it ends"
             )
         end = info.end
     if end != file_size:
@@ -219,9 +220,9 @@ class Checkpoint(Headers):
         for name, shard in weight_map.items():
             if name not in self.tensors:
                 raise CheckpointError(f"{index}: says {shard} holds tensor {name!r}; it does not")
-            if self.file_of[name].name != shard:
+            if (found := self.file_of[name].name) != shard:
                 raise CheckpointError(
-                    f"{index}: says {shard} holds tensor {name!r}; it is in {self.file_of[name].name}"
+                    f"{index}: says {shard} holds tensor {name!r}; it is in {found}"
                 )
         extra = self.tensors.keys() - weight_map.keys()
         if extra:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from peagle_jax.checkpoint.assembly import Assembly, ConvertedAssembly, FileAssembly
+from peagle_jax.checkpoint.assembly import FileAssembly
 from peagle_jax.checkpoint.reads import FileReader, batches
 from peagle_jax.checkpoint.staging import Staging
 
@@ -36,7 +36,7 @@ _BAR_DELAY = 1.0  # seconds; a small model shows no bar
 class _Group:
     """Parameters that are read together."""
 
-    assemblies: list[Assembly]
+    assemblies: list[FileAssembly]
     nbytes: int
     reads: list[Future] = field(default_factory=list)
     arrays: list[jax.Array] = field(default_factory=list)
@@ -48,8 +48,8 @@ class _Group:
 
 
 def stream(
-    assemblies: Sequence[Assembly],
-    put: Callable[[Assembly], jax.Array],
+    assemblies: Sequence[FileAssembly],
+    put: Callable[[FileAssembly], jax.Array],
     *,
     is_copied: bool,
 ) -> None:
@@ -73,11 +73,11 @@ def stream(
         _log.info("%.1f GB in %.1f s, %.2f GB/s", total / 1e9, seconds, total / 1e9 / seconds)
 
 
-def _groups(assemblies: Iterable[Assembly]) -> Iterator[_Group]:
+def _groups(assemblies: Iterable[FileAssembly]) -> Iterator[_Group]:
     """Groups in the order of the files. Parameters of one group interleave, or are small."""
     least, most = _GROUP_BYTES
     group, nbytes, end = [], 0, ("", 0)
-    placed = [(_extent(assembly, i), assembly) for i, assembly in enumerate(assemblies)]
+    placed = [(_extent(assembly), assembly) for assembly in assemblies]
     for (begin, last), assembly in sorted(placed, key=lambda each: each[0]):
         is_apart = begin >= end
         if group and ((is_apart and nbytes >= least) or nbytes + assembly.nbytes > most):
@@ -90,10 +90,8 @@ def _groups(assemblies: Iterable[Assembly]) -> Iterator[_Group]:
         yield _Group(group, nbytes)
 
 
-def _extent(assembly: Assembly, number: int) -> tuple[tuple[str, int], tuple[str, int]]:
-    """First and last place in the files. A converted folder has the order of its parameters."""
-    if isinstance(assembly, ConvertedAssembly):
-        return ("", number), ("", number + 1)
+def _extent(assembly: FileAssembly) -> tuple[tuple[str, int], tuple[str, int]]:
+    """First and last place in the files."""
     places = assembly.places
     return min(place[:2] for place in places), max((path, end) for path, _, end in places)
 
@@ -101,7 +99,7 @@ def _extent(assembly: Assembly, number: int) -> tuple[tuple[str, int], tuple[str
 class _Pipeline:
     """Groups that are read, then groups of which devices receive copies, both oldest first."""
 
-    def __init__(self, put: Callable[[Assembly], jax.Array], total: int, *, is_copied: bool):
+    def __init__(self, put: Callable[[FileAssembly], jax.Array], total: int, *, is_copied: bool):
         from tqdm import tqdm
 
         self._put = put
@@ -112,9 +110,14 @@ class _Pipeline:
         self._uploading: deque[_Group] = deque()
         self._stopped, self._lock = threading.Event(), threading.Lock()
         self._bar = tqdm(
-            total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=None,
+            total=total,
+            desc="weights",
+            unit="B",
+            unit_scale=True,
+            leave=False,
+            disable=None,
             delay=_BAR_DELAY,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> "_Pipeline":
         return self
@@ -129,14 +132,10 @@ class _Pipeline:
         """Begins to read a group as soon as there is room, and puts on devices what is complete."""
         while self._held and self._held + group.nbytes > _MOST_BYTES:
             self._step()
-        sizes = [0 if isinstance(x, ConvertedAssembly) else x.nbytes for x in group.assemblies]
-        memories, group.block = self._staging.take(sizes)
+        memories, group.block = self._staging.take([one.nbytes for one in group.assemblies])
         spans = []
         for assembly, memory in zip(group.assemblies, memories, strict=True):
-            if isinstance(assembly, FileAssembly):
-                spans += assembly.spans(memory)
-            else:
-                group.reads.append(self._pool.submit(self._run, assembly.read))
+            spans += assembly.spans(memory)
         for batch in batches(spans):
             group.reads.append(self._pool.submit(self._run, self._files.read, batch))
         self._reading.append(group)

@@ -11,20 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from peagle_jax.checkpoint.layout import Layout, Path, Rule, Table
+from peagle_jax.checkpoint.layout import Layout, Path, Table
 from peagle_jax.checkpoint.safetensors import Headers, TensorInfo
 from peagle_jax.checkpoint.transforms import Deinterleave, Merge, Transpose
 from peagle_jax.config import AttentionConfig, DrafterConfig, TargetConfig
-
-__all__ = [
-    "Layout",
-    "Rule",
-    "as_tied",
-    "head_layout",
-    "head_tensors",
-    "target_layout",
-    "target_tensors",
-]
 
 _OTHER_TOWERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 

@@ -174,8 +174,8 @@ def check_quantization(fields: Fields) -> None:
     method = quantization.get("quant_method")
     if method not in (None, *_QUANTIZED):
         raise fields.error(
-            f"quantization_config: quant_method {method!r} is not supported; {', '.join(_QUANTIZED)} "
-            "are, and unquantised checkpoints"
+            f"quantization_config: quant_method {method!r} is not supported; "
+            f"{', '.join(_QUANTIZED)} are, and unquantised checkpoints"
         )
     quantization.only("weight_block_size", [128, 128])
     quantization.only("fmt", "e4m3", "float8_e4m3fn")
@@ -290,9 +290,12 @@ def _qwen3_moe(fields: Fields, keys: dict) -> dict:
     _check_no_window(fields, keys)
     dense = _dense_layers(fields, keys)
     experts = _experts(
-        fields, keys, normalize=keys["norm_topk_prob"], dense_layers=dense,
+        fields,
+        keys,
+        normalize=keys["norm_topk_prob"],
+        dense_layers=dense,
         dense_size=keys["intermediate_size"] if dense else None,
-    )  # fmt: skip
+    )
     common = decoder_fields(fields, keys, intermediate="moe_intermediate_size")
     rope = _rope(fields, keys)
     return dict(family="qwen3_moe", **common, rope=rope, qk_norm=True, experts=experts)
@@ -314,10 +317,14 @@ def _gpt_oss(fields: Fields, keys: dict) -> dict:
     if types is None:
         types = [FULL if i % 2 else SLIDING for i in range(layers)]
     return dict(
-        family="gpt_oss", **common, rope=_rope(fields, keys, GPT_OSS_ROPE), qk_norm=False,
-        experts=_experts(fields, keys), swiglu_limit=keys["swiglu_limit"],
+        family="gpt_oss",
+        **common,
+        rope=_rope(fields, keys, GPT_OSS_ROPE),
+        qk_norm=False,
+        experts=_experts(fields, keys),
+        swiglu_limit=keys["swiglu_limit"],
         sliding_windows=windows(fields, types, layers, keys["sliding_window"]),
-    )  # fmt: skip
+    )
 
 
 def _gemma4(fields: Fields, keys: dict) -> dict:
@@ -328,11 +335,14 @@ def _gemma4(fields: Fields, keys: dict) -> dict:
     if types[-1:] == [SLIDING]:
         raise fields.error(f"layer_types must end in {FULL}")
     return dict(
-        family="gemma4", **common, rope=rope_of_type(fields, SLIDING), qk_norm=True,
+        family="gemma4",
+        **common,
+        rope=rope_of_type(fields, SLIDING),
+        qk_norm=True,
         sliding_windows=windows(fields, types, layers, keys["sliding_window"]),
         global_attention=_global_attention(fields, keys, types),
         logit_softcap=keys["final_logit_softcapping"],
-    )  # fmt: skip
+    )
 
 
 def _global_attention(fields: Fields, keys: dict, types: list[str]) -> GlobalAttention:

@@ -273,6 +273,7 @@ def _grid(shape: Shape, rows: int, columns: int) -> Shape:
     if len(shape) == 2 and shape[0] in (rows, _ceil(rows)) and shape[1] in (1, _ceil(columns)):
         return shape
     raise CheckpointError(
-        f"an FP8 scale of shape {shape} does not fit a weight [{rows}, {columns}]; known are one scale "
-        f"for each 128 x 128 block [{_ceil(rows)}, {_ceil(columns)}], each row [{rows}, 1] or the tensor"
+        f"an FP8 scale of shape {shape} does not fit a weight [{rows}, {columns}]; known are one "
+        f"scale for each 128 x 128 block [{_ceil(rows)}, {_ceil(columns)}], each row [{rows}, 1] "
+        "or the tensor"
     )

@@ -1,6 +1,5 @@
 """Checks of weight values: counts NaN and infinity, refuses invalid quantisation scales."""
 
-from collections import Counter
 from typing import NamedTuple
 
 import ml_dtypes
@@ -42,37 +41,19 @@ class NotFinite(NamedTuple):
         return ", ".join(f"{count} {what}" for count, what in counts if count)
 
 
-class NotFiniteCounts:
-    """Counts NaN and infinity in tensors that arrive in pieces, in any order. Not thread-safe."""
-
-    def __init__(self):
-        self._counts: dict[str, Counter] = {}
-
-    def add(self, name: str, data: np.ndarray, dtype: np.dtype) -> None:
-        """Counts a piece of a tensor.
-
-        Args:
-          data: its bytes, uint8 [n], whole numbers of `dtype`.
-          dtype: of the tensor; others than floats are always finite.
-        """
-        bits = _BITS.get(dtype)
-        if bits is None or not data.nbytes:
-            return
-        sign = 1 << (8 * bits.width - 1)
-        unsigned = data.view(f"u{bits.width}")
-        # Fast path for almost all pieces: two maxima, no temporary array.
-        if data.view(f"i{bits.width}").max() < bits.first and unsigned.max() < sign | bits.first:
-            return
-        magnitudes = unsigned & unsigned.dtype.type(sign - 1)
-        infinite = 0 if bits.infinity is None else np.count_nonzero(magnitudes == bits.infinity)
-        not_finite = np.count_nonzero(magnitudes >= bits.first)
-        self._counts.setdefault(name, Counter()).update(
-            nan=int(not_finite - infinite), inf=int(infinite)
-        )
-
-    def found(self) -> dict[str, NotFinite]:
-        """Counts by tensor, of the tensors that have such numbers."""
-        return {name: NotFinite(one["nan"], one["inf"]) for name, one in self._counts.items()}
+def not_finite(array: np.ndarray) -> NotFinite:
+    """Counts of a tensor; numbers of other dtypes than floats are always finite."""
+    bits = _BITS.get(array.dtype)
+    if bits is None or not array.nbytes:
+        return NotFinite(0, 0)
+    sign, data = 1 << (8 * bits.width - 1), np.ascontiguousarray(array).reshape(-1)
+    unsigned = data.view(f"u{bits.width}")
+    # Fast path for almost all tensors: two maxima, no temporary array.
+    if data.view(f"i{bits.width}").max() < bits.first and unsigned.max() < sign | bits.first:
+        return NotFinite(0, 0)
+    magnitudes = unsigned & unsigned.dtype.type(sign - 1)
+    infinite = 0 if bits.infinity is None else np.count_nonzero(magnitudes == bits.infinity)
+    return NotFinite(int(np.count_nonzero(magnitudes >= bits.first) - infinite), int(infinite))
 
 
 def check_scale(name: str, scale: np.ndarray) -> None:
@@ -90,8 +71,8 @@ def check_scale(name: str, scale: np.ndarray) -> None:
         if scale.size and scale.max() == MXFP4_NAN:
             count = np.count_nonzero(scale == MXFP4_NAN)
             raise CheckpointError(
-                f"{name}: {count} of {scale.size} MXFP4 scales are the byte {MXFP4_NAN}, which means NaN; "
-                "the weight has no values there, so download or quantise it again"
+                f"{name}: {count} of {scale.size} MXFP4 scales are the byte {MXFP4_NAN}, which "
+                "means NaN; the weight has no values there, so download or quantise it again"
             )
         return
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -99,6 +80,7 @@ def check_scale(name: str, scale: np.ndarray) -> None:
     broken = numbers[~((numbers > 0) & (numbers < np.inf))]
     if len(broken):
         raise CheckpointError(
-            f"{name}: {len(broken)} of {numbers.size} FP8 scales are not positive finite numbers, the first is "
-            f"{broken[0]:g}; the weight has no values there, so download or quantise it again"
+            f"{name}: {len(broken)} of {numbers.size} FP8 scales are not positive finite numbers, "
+            f"the first is {broken[0]:g}; the weight has no values there, so download or quantise "
+            "it again"
         )

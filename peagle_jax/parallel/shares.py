@@ -71,14 +71,10 @@ class Cut:
 
 
 def share_of(array, cut: Cut, rank: int, count: int):
-    """One device's share of a numpy or jax array, in one piece."""
+    """One device's share of a numpy or jax array in one piece, with zeros up to its width."""
     index = [slice(None)] * cut.axis
     ranges = cut.ranges(rank, count)
-    return padded_share([array[(*index, slice(*each))] for each in ranges], cut, count)
-
-
-def padded_share(pieces: list, cut: Cut, count: int):
-    """The pieces of a share one after the other, with zeros up to the width of a share."""
+    pieces = [array[(*index, slice(*each))] for each in ranges]
     xp = pieces[0].__array_namespace__()
     share = pieces[0] if len(pieces) == 1 else xp.concat(pieces, axis=cut.axis)
     missing = cut.width(count) - share.shape[cut.axis]

@@ -13,9 +13,8 @@ from bench import decode_step, presets
 from bench.__main__ import main
 from bench.cells import Variant, cells_config
 from bench.decode_step import Options, groups, variants
-from bench.presets import preset
+from bench.presets import preset, with_layers
 from bench.random_weights import num_bytes, random_head, random_target
-from convert.synthetic import with_layers
 from pallas_kernels.formats import dequantize, kind
 from peagle_jax.config import ConfigError, EngineConfig, ExpertsConfig
 from peagle_jax.models.layers import INIT_STD

@@ -141,12 +141,6 @@ def test_a_head_is_written_as_speculators_writes_it(name, tmp_path):
         assert raw.get(key) == golden.get(key)
 
 
-def test_a_head_that_owns_nothing_drafts_with_the_targets_embedding_and_head():
-    head = load(GOLDEN / "peagle-shared")
-    assert head.embed is None
-    assert head.lm_head is None
-
-
 def test_a_config_that_says_nothing_of_biases_leaves_it_to_the_tensors(tmp_path):
     config, tensors = parts("peagle-bias")
     flat = layouts.flat_llama(config, "attention_bias", fc_norm=True, mask_token_id=255)

@@ -229,10 +229,8 @@ REFUSED = {
         (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported, 'silu' is"),
         (dict(use_sliding_window=True), "use_sliding_window True is not supported, False is"),
         (dict(layer_types=[SLIDING] * 32), "layer_types names sliding_attention"),
-        (dict(num_hidden_layers=10**6), "num_hidden_layers must be a whole number from 1 to 4096"),
         (dict(num_key_value_heads=3), "must be a multiple of"),
         (dict(rope_scaling=dict(rope_type="linear")), "states no factor"),
-        (dict(rope_scaling=dict(rope_type="dynamic", factor=0.5)), "factor of rope scaling must"),
         (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0, alpha=9.0)), "alpha 9.0 is not"),
         (
             dict(rope_scaling=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)),
@@ -252,23 +250,14 @@ REFUSED = {
         (quantized(quant_method="fp8", fmt="e5m2"), "fmt 'e5m2' is not supported"),
     ],
     "qwen3-8b": [
-        (dict(rope_scaling=YARN | dict(factor=0.5)), "factor of rope scaling must be at least 1"),
         (dict(rope_scaling=YARN | dict(factor=None)), "states no factor"),
         (dict(rope_scaling=YARN | dict(partial_rotary_factor=0.5)), "partial_rotary_factor 0.5"),
         (dict(layer_types=[SLIDING] * 36), "use_sliding_window and sliding_window do not"),
-        (dict(layer_types=[FULL] * 35), "for each of 36 layers"),
         (dict(layer_types=["linear_attention"] * 36), "layer_types must name"),
-        (
-            dict(use_sliding_window=True, sliding_window=0, max_window_layers=0),
-            "sliding_window must be a whole number",
-        ),
     ],
     "qwen3-coder-30b-a3b": [
         (dict(mlp_only_layers=["0"]), r"mlp_only_layers must be a list of layer numbers, not \['0'\]"),
-        (dict(shared_expert_intermediate_size=512), "shared_expert_intermediate_size 512"),
         (dict(use_sliding_window=True), "use_sliding_window True"),
-        (dict(use_qk_norm=False), "use_qk_norm False"),
-        (dict(qkv_bias=True), "qkv_bias True"),
     ],
     "mistral-7b-v0.1": [
         (dict(layer_types=[SLIDING, FULL] * 16), "layer_types and sliding_window contradict"),
@@ -281,8 +270,6 @@ REFUSED = {
     ],
     "gpt-oss-20b": [
         (dict(swiglu_alpha=1.5), "swiglu_alpha 1.5 is not supported, 1.702 is"),
-        (dict(sliding_window=None), "states no sliding_window"),
-        (dict(layer_types=["chunked_attention"] * 24), "layer_types must name"),
     ],
 }  # fmt: skip
 REFUSED_GEMMA = [
@@ -291,7 +278,6 @@ REFUSED_GEMMA = [
     (dict(enable_moe_block=True), "enable_moe_block True is not supported"),
     (dict(use_double_wide_mlp=True), "use_double_wide_mlp True is not supported"),
     (dict(use_bidirectional_attention="all"), "use_bidirectional_attention 'all'"),
-    (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping 50.0 is not supported, leaving it"),
     (dict(hidden_activation="silu"), "hidden_activation 'silu' is not supported"),
     (dict(layer_types=[SLIDING] * 60), "layer_types must end in full_attention"),
     (dict(rope_parameters={SLIDING: dict(rope_theta=1e4)}), "states no full_attention"),

@@ -45,7 +45,7 @@ def embedding(tensors: dict[str, np.ndarray]) -> np.ndarray:
 def both(folder: Path, tmp_path: Path) -> tuple[Path, Path]:
     """The folder, and what `peagle-convert` makes and verifies of it."""
     assert main(["convert", str(folder), str(tmp_path / "dst")]) == 0
-    assert main(["verify", str(folder), str(tmp_path / "dst"), "--no-logits"]) == 0
+    assert main(["verify", str(folder), str(tmp_path / "dst")]) == 0
     return folder, tmp_path / "dst"
 
 

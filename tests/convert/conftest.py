@@ -1,29 +1,19 @@
 """The command in this process, and the folders it is tried on."""
 
 import filecmp
-from dataclasses import replace
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from convert.__main__ import main
-from convert.synthetic import write_synthetic
+from peagle_jax.checkpoint.safetensors import INDEX, Checkpoint, write
 from peagle_jax.cli.model_folders import embedded
-from peagle_jax.presets import PRESETS
 from tests import memory
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ROOT = Path(__file__).parents[2]
-TINY_MOE = replace(
-    PRESETS["qwen3-coder-30b-a3b"], vocab_size=512, hidden_size=256, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=64, intermediate_size=128, eos_ids=(2,), bos_id=None,
-    experts=replace(PRESETS["qwen3-coder-30b-a3b"].experts, num_experts=4, top_k=2),
-)  # fmt: skip
-TINY_OSS = replace(
-    PRESETS["gpt-oss-20b"], vocab_size=512, hidden_size=256, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=64, intermediate_size=128, eos_ids=(2,), bos_id=None, sliding_windows=(128, None),
-    experts=replace(PRESETS["gpt-oss-20b"].experts, num_experts=4),
-)  # fmt: skip
 
 
 def target_of(name: str) -> Path:
@@ -78,10 +68,21 @@ def cli(capsys):
     return call
 
 
+def shard(name: str, folder: Path, num_shards: int) -> Path:
+    """A golden checkpoint in several files with an index, the output's weight and norm in the last."""
+    checkpoint, files = Checkpoint(GOLDEN / name), {}
+    shutil.copytree(GOLDEN / name, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    names = sorted(checkpoint.names())
+    for i in range(num_shards):
+        file = f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors"
+        part = names[len(names) * i // num_shards : len(names) * (i + 1) // num_shards]
+        write(folder / file, {one: checkpoint.read(one) for one in part})
+        files |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return folder
+
+
 @pytest.fixture
 def sharded(tmp_path) -> Path:
     """A small FP8 mixture of experts in three shards with an index."""
-    folder = tmp_path / "sharded"
-    write_synthetic(folder, TINY_MOE, quantization="fp8", shard_bytes=600_000)
-    assert len(list(folder.glob("*.safetensors"))) == 3
-    return folder
+    return shard("qwen3_moe-fp8", tmp_path / "sharded", 3)

@@ -54,22 +54,21 @@ def test_relative_paths_are_understood(cli, source, monkeypatch):
     monkeypatch.chdir(source)
     assert "written inside" in cli("convert", ".", "sub")[2]
     assert cli("convert", ".", "../out")[0] == 0
-    assert cli("verify", ".", "../out", "--no-logits")[0] == 0
+    assert cli("verify", ".", "../out")[0] == 0
 
 
-@pytest.mark.parametrize("restart", [[], ["--restart"]])
-def test_the_unfinished_folder_is_not_the_source(restart, cli, source, tmp_path):
+def test_the_unfinished_folder_is_not_the_source(cli, source, tmp_path):
     """OUT's unfinished folder is OUT.partial: a source of that name would be emptied."""
     named = source.rename(source.with_name("out.partial"))
     before = files(named)
-    code, _, err = cli("convert", named, named.with_name("out"), *restart)
+    code, _, err = cli("convert", named, named.with_name("out"))
     assert (code, err.count("\n")) == (2, 1)
     assert "which is read" in err
     assert files(named) == before
     below = named.with_name("deep.partial") / "src"
     below.parent.mkdir()
     named.rename(below)
-    code, _, err = cli("convert", below, below.parent.with_name("deep"), *restart)
+    code, _, err = cli("convert", below, below.parent.with_name("deep"))
     assert code == 2
     assert "written around" in err
     assert files(below) == before
@@ -80,7 +79,7 @@ def test_nothing_is_written_into_a_heads_target(cli, tmp_path):
     shutil.copytree(GOLDEN / "llama", target)
     before = files(target)
     for out in (target / "sub", tmp_path / "head"):
-        argv = ("convert", GOLDEN / "peagle-1", out, "--target", target, "--restart")
+        argv = ("convert", GOLDEN / "peagle-1", out, "--target", target)
         code, _, err = cli(*argv)
         assert (code, err.count("\n")) == (2, 1)
         assert "which is read" in err

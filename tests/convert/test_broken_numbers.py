@@ -1,6 +1,5 @@
 """Scales without a value are refused by plan, convert and load; NaN and infinity are counted and named."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,14 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from convert.partial import JOURNAL
-from convert.plan import make_plan
-from convert.source import open_source
-from convert.stream import convert
 from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_target
-from peagle_jax.checkpoint.converted import Converted, as_bytes
 from peagle_jax.checkpoint.safetensors import DTYPES, write
-from peagle_jax.checkpoint.values import NotFinite, NotFiniteCounts, check_scale
+from peagle_jax.checkpoint.values import NotFinite, check_scale, not_finite
 from tests.convert.conftest import GOLDEN
 from tests.convert.test_refused import refused
 
@@ -94,23 +88,16 @@ def test_every_bit_pattern_is_counted_as_numpy_sees_it(name, num_cases):
         values = np.concatenate(
             [np.array(special, dtype), np.frombuffer(random.bytes(number * dtype.itemsize), dtype)]
         )
-    counts = NotFiniteCounts()
-    for piece in np.array_split(random.permutation(values), 7):
-        counts.add("x", as_bytes(piece), dtype)
     want = NotFinite(int(np.isnan(values).sum()), int(np.isinf(values).sum()))
-    assert counts.found() == {"x": want}
+    assert not_finite(random.permutation(values)) == want
     for one in values[: 256 if dtype.itemsize == 1 else 7]:  # alone, as a screen would meet it
-        alone = NotFiniteCounts()
-        alone.add("x", as_bytes(np.array([one])), dtype)
-        assert bool(alone.found()) == (not np.isfinite(one))
+        assert any(not_finite(np.array([one]))) == (not np.isfinite(one))
 
 
 def test_other_dtypes_have_no_such_numbers():
-    counts = NotFiniteCounts()
-    for dtype in set(DTYPES.values()) - {DTYPES[name] for name in FLOATS}:
-        counts.add("x", np.full(64, 255, np.uint8), dtype)
-    counts.add("y", np.zeros(0, np.uint8), DTYPES["F32"])
-    assert counts.found() == {}
+    for dtype in set(DTYPES.values()) - {DTYPES[name] for name in FLOATS} - {DTYPES["BOOL"]}:
+        assert not_finite(np.full(64, 255, np.uint8).view(dtype)) == (0, 0)
+    assert not_finite(np.zeros(0, np.float32)) == (0, 0)
 
 
 LINE = (
@@ -132,51 +119,13 @@ def spoilt(tmp_path) -> Path:
 
 def test_weights_that_are_not_finite_are_named_by_every_command(spoilt, cli, tmp_path):
     dst = tmp_path / "dst"
-    assert "finite" not in cli("inspect", spoilt)[1]  # headers only
-    assert LINE in cli("inspect", spoilt, "--values")[1].splitlines()
     code, out, err = cli("convert", spoilt, dst)
     assert (code, err) == (0, "")
     assert LINE in out.splitlines()
     assert LINE in cli("inspect", dst)[1].splitlines()
-    counts = json.loads(cli("inspect", dst, "--json")[1])["not_finite"]
-    assert counts[LAYER + "self_attn.k_proj.weight"] == {"nan": 2, "inf": 1}
-    code, out, _ = cli("verify", spoilt, dst, "--no-logits")
+    code, out, _ = cli("verify", spoilt, dst)
     assert code == 0
     assert LINE in out.splitlines()
     assert cli("export", dst, tmp_path / "back")[0] == 0
     same = [(folder / "model.safetensors").read_bytes() for folder in (spoilt, tmp_path / "back")]
     assert same[0] == same[1]
-
-
-def test_finite_weights_are_said_to_be_so(cli, tmp_path):
-    assert cli("convert", GOLDEN / "llama", tmp_path / "dst")[0] == 0
-    for where in ([GOLDEN / "llama", "--values"], [tmp_path / "dst"]):
-        assert "all numbers are finite" in cli("inspect", *where)[1].splitlines()
-
-
-def test_the_counts_of_a_killed_run_are_kept(spoilt, tmp_path, monkeypatch):
-    plan = make_plan(open_source(spoilt), group_bytes=100_000)
-    monkeypatch.setattr("convert.stream.copy_headers", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        convert(plan, tmp_path / "dst")
-    monkeypatch.undo()
-    result = convert(plan, tmp_path / "dst")
-    assert result.skipped == len(plan.groups)
-    assert result.not_finite == Converted(tmp_path / "dst").not_finite
-    assert result.not_finite[LAYER + "self_attn.k_proj.weight"] == NotFinite(2, 1)
-    again = convert(plan, tmp_path / "dst")
-    assert again.already
-    assert again.not_finite == result.not_finite
-
-
-def test_a_journal_without_the_counts_is_refused(spoilt, cli, tmp_path, monkeypatch):
-    monkeypatch.setattr("convert.stream.copy_headers", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        convert(make_plan(open_source(spoilt)), tmp_path / "dst")
-    monkeypatch.undo()
-    journal = tmp_path / "dst.partial" / JOURNAL
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    for entry in lines[1:]:
-        del entry["not_finite"]
-    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    refused(cli("convert", spoilt, tmp_path / "dst"), "damaged; give --restart")

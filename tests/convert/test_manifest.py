@@ -15,7 +15,7 @@ from tests.convert.conftest import GOLDEN
 def made(tmp_path_factory):
     from convert.plan import make_plan
     from convert.source import open_source
-    from convert.stream import convert
+    from convert.writer import convert
 
     folder = tmp_path_factory.mktemp("manifest") / "made"
     convert(make_plan(open_source(GOLDEN / "llama-fp8-tensor")), folder)
@@ -64,6 +64,24 @@ BROKEN = {
 }  # fmt: skip
 
 
+def test_a_manifest_that_describes_other_arrays_than_its_tensors_make_is_refused(
+    made, tmp_path, cli
+):
+    folder = tmp_path / "made"
+    shutil.copytree(made, folder)
+    raw = json.loads((folder / "manifest.json").read_text())
+    entry = next(one for one in raw["parameters"] if one["path"][-1] == "bias")
+    entry.update(dtype="F16")
+    (folder / "manifest.json").write_text(json.dumps(raw))
+    name = ".".join(map(str, entry["path"]))
+    code, _, err = cli("verify", GOLDEN / "llama-fp8-tensor", folder)
+    assert code == 1
+    assert f"{name} in weights/0000 differs from the source: the manifest describes" in err
+    assert f"{name} was made by other rules" in cli("export", folder, tmp_path / "back")[2]
+    with pytest.raises(CheckpointError, match=f"{name} is missing or was converted in another"):
+        load_target(folder, dtype="float32")
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_manifest_that_makes_no_sense_is_refused(case, made, tmp_path, cli):
     change, message = BROKEN[case]
@@ -91,7 +109,7 @@ def test_a_chunk_larger_than_its_array_is_refused(made, tmp_path, cli):
     path = folder / "weights" / "0000" / "norm.weight" / ".zarray"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chunks": [10**12]}))
     for argv in (
-        ("verify", GOLDEN / "llama-fp8-tensor", folder, "--no-logits"),
+        ("verify", GOLDEN / "llama-fp8-tensor", folder),
         ("export", folder, tmp_path / "back"),
     ):
         code, _, err = cli(*argv)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from convert.synthetic import with_layers
+from bench.presets import with_layers
 from pallas_kernels import formats
 from peagle_jax.checkpoint import CheckpointError, load_head, load_target, target_config
 from peagle_jax.checkpoint.head_json import head_json
@@ -246,7 +246,7 @@ def test_mixes_are_refused_alike_or_loaded_as_they_decode(family, cli, tmp_path,
         else:
             model = load(case, case.folder)
             assert check_values(case, model) >= 2
-            assert cli("verify", case.folder, where / "dst", *case.options, "--no-logits")[0] == 0
+            assert cli("verify", case.folder, where / "dst", *case.options)[0] == 0
             assert same_weights(model, load(case, where / "dst"))
         verdicts.append(results[0][0])
     if len(verdicts) >= 50:

@@ -1,15 +1,12 @@
 """What `plan` and `inspect` say, and how parameters are meant to lie on a mesh."""
 
 import json
-import re
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from convert.plan import GROUP_BYTES
-from convert.summary import inspect
 from peagle_jax.checkpoint import Checkpoint, load_target
 from peagle_jax.checkpoint.safetensors import write
 from peagle_jax.devices import Devices
@@ -30,8 +27,6 @@ def test_every_tensor_of_a_checkpoint_has_a_row(name, cli):
     for row in rows:
         assert tuple(row["shape"]) == tensors[row["tensor"]].shape
         assert row["path"]
-        assert row["made_dtype"] == row["dtype"]
-        assert row["sharding"].startswith("P(")
     summary = last["summary"]
     assert summary["tensors"] == len(tensors)
     assert summary["leftovers"] == summary["missing"] == []
@@ -44,14 +39,14 @@ def test_a_plan_is_readable(cli):
     lines = out.splitlines()
     assert (
         "model.layers.1.mlp.experts.0.gate_proj.weight  F8_E4M3 [8, 136]  stack experts -> "
-        'layers.1.mlp.gate_up.weight  F8_E4M3 [4, 2, 8, 136]  P("model")'
+        "layers.1.mlp.gate_up.weight [4, 2, 8, 136]"
     ) in lines
     assert (
         "model.layers.0.self_attn.o_proj.weight_scale_inv  BF16 [2, 2]  join scales -> "
-        'layers.0.attention.out.scale  BF16 [2, 2]  P(None, "model")'
+        "layers.0.attention.out.scale [2, 2]"
     ) in lines
     code, out, _ = cli("plan", GOLDEN / "llama-fp8-tensor")
-    assert "unused.0  F32 []  P()  (not used: activations are not quantised)" in out
+    assert "unused.0 []  (not used: activations are not quantised)" in out
 
 
 @pytest.mark.parametrize(
@@ -68,18 +63,11 @@ def test_a_plan_is_readable(cli):
     ],
 )
 def test_inspect_names_what_a_folder_holds(name, kind, quantization, cli):
-    summary = inspect(GOLDEN / name)
-    assert summary.kind == kind
-    assert summary.quantization.startswith(quantization)
-    tensors = Checkpoint(GOLDEN / name).tensors
-    assert summary.num_tensors == len(tensors)
-    assert sum(summary.dtypes.values()) == summary.nbytes
     code, out, _ = cli("inspect", GOLDEN / name)
     assert code == 0
     assert out.startswith(f"{name}: {kind}, ")
-    code, out, _ = cli("inspect", GOLDEN / name, "--all", "--json")
-    lines = json.loads(out)["lines"]
-    assert [line["name"] for line in lines] == sorted(tensors)
+    assert f"\nquantisation: {quantization}" in out
+    assert f"\n{len(Checkpoint(GOLDEN / name).tensors)} tensors, " in out
 
 
 def test_inspect_describes_scales_of_any_shape(cli, tmp_path):
@@ -108,12 +96,6 @@ def test_inspect_needs_no_config_and_reads_converted_folders_too(cli, sharded, t
     assert code == 0
     assert out.startswith("sharded: target, unknown, safetensors")
     assert tensors(out) == tensors(before)
-
-
-def test_the_documented_size_of_a_group_is_the_default():
-    page = (GOLDEN.parents[1] / "docs" / "conversion.md").read_text(encoding="utf-8")
-    (gigabytes,) = re.findall(r"(\d+) GB \(`--group-size`", page)
-    assert int(gigabytes) * 10**9 == GROUP_BYTES
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe-bf16", "gpt_oss-mxfp4", "gemma4", "llama"])

@@ -3,22 +3,17 @@
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 from convert.source import open_source
-from convert.synthetic import write_synthetic
-from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_target
+from peagle_jax.checkpoint import Checkpoint, CheckpointError
 from peagle_jax.checkpoint.converted import Converted, is_converted, joined, open_checkpoint
 from peagle_jax.checkpoint.safetensors import write
-from tests.convert.conftest import TINY_MOE, TINY_OSS, checkpoints, same_files
-from tests.tiny import causal_attention
+from tests.convert.conftest import checkpoints, same_files
 
 CHECKPOINTS = checkpoints()
-SMALL = ("--max-in-flight", "90KB", "--group-size", "400KB")
-"""Many blocks and groups, though the checkpoints are small."""
 
 
 def source_of(folder: Path, options: list[str]):
@@ -29,11 +24,10 @@ def source_of(folder: Path, options: list[str]):
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_checkpoint_comes_back_byte_for_byte(name, cli, tmp_path):
     folder, options = CHECKPOINTS[name]
-    code, out, err = cli("convert", folder, tmp_path / "dst", *options, *SMALL)
+    code, out, err = cli("convert", folder, tmp_path / "dst", *options)
     assert (code, err) == (0, "")
-    assert "peak memory" in out
     assert not (tmp_path / "dst.partial").exists()
-    code, out, err = cli("verify", folder, tmp_path / "dst", *options, "--no-logits")
+    code, out, err = cli("verify", folder, tmp_path / "dst", *options)
     assert (code, err) == (0, "")
     assert "every bit is right" in out
     code, out, err = cli("export", tmp_path / "dst", tmp_path / "back")
@@ -45,7 +39,7 @@ def test_a_checkpoint_comes_back_byte_for_byte(name, cli, tmp_path):
 @pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "qwen3_moe-fp8", "gemma4", "embedded peagle"])
 def test_plain_orbax_restores_what_the_rules_make(name, cli, tmp_path):
     folder, options = CHECKPOINTS[name]
-    cli("convert", folder, tmp_path / "dst", *options, *SMALL)
+    cli("convert", folder, tmp_path / "dst", *options)
     checkpoint, converted = Checkpoint(folder), Converted(tmp_path / "dst")
     restored = {}
     for group in (tmp_path / "dst" / "weights").iterdir():
@@ -58,22 +52,6 @@ def test_plain_orbax_restores_what_the_rules_make(name, cli, tmp_path):
         for array in (got, joined(converted, rule)):
             assert (array.dtype, array.shape) == (want.dtype, want.shape)
             assert array.tobytes() == want.tobytes()
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("config", "quantization"), [(TINY_MOE, "none"), (TINY_MOE, "fp8"), (TINY_OSS, "mxfp4")]
-)
-def test_shards_come_back_as_they_were(config, quantization, cli, tmp_path):
-    src = tmp_path / "src"
-    write_synthetic(src, config, quantization=quantization, shard_bytes=300_000)
-    assert len(list(src.glob("*.safetensors"))) > 2
-    assert cli("convert", src, tmp_path / "dst", *SMALL)[0] == 0
-    code, out, _ = cli("verify", src, tmp_path / "dst", "--no-logits")
-    assert code == 0
-    assert ("stand for the same numbers" in out) == (quantization != "none")
-    assert cli("export", tmp_path / "dst", tmp_path / "back")[0] == 0
-    assert same_files(src, tmp_path / "back")
 
 
 def test_a_converted_folder_reads_like_its_source(cli, tmp_path):
@@ -94,8 +72,6 @@ def test_a_converted_folder_reads_like_its_source(cli, tmp_path):
         converted.read("nothing")
     with pytest.raises(CheckpointError, match=r"only there as a part of first\.attention\.qkv"):
         converted.read("midlayer.self_attn.q_proj.weight")
-    for parameter in converted.parameters.values():
-        converted.check(parameter)
 
 
 def test_side_files_are_copied_and_the_manifest_tells_all(cli, tmp_path):
@@ -124,26 +100,6 @@ def test_a_model_without_its_head_is_converted(cli, tmp_path):
     held = {n.removeprefix("model."): source.read(n) for n in source.names()}
     write(bare / "model.safetensors", held)
     assert cli("convert", bare, tmp_path / "dst")[0] == 0
-    code, out, err = cli("verify", bare, tmp_path / "dst", "--no-logits")
+    code, out, err = cli("verify", bare, tmp_path / "dst")
     assert (code, err) == (0, "")
     assert "every bit is right" in out
-
-
-@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "qwen3_moe-fp8", "qwen3-fp8-channel"])
-def test_a_dequantised_model_has_the_values_of_the_quantised_one(name, cli, tmp_path):
-    folder = CHECKPOINTS[name][0]
-    cli("convert", folder, tmp_path / "dst")
-    source = folder if name == "qwen3-fp8-channel" else tmp_path / "dst"
-    code, _, err = cli("dequantize", source, tmp_path / "plain", "--dtype", "float32")
-    assert (code, err) == (0, "")
-    assert not open_source(tmp_path / "plain", target=None).layout.quantized
-    rows = jnp.arange(16, dtype=jnp.int32)[None]
-    logits = []
-    for one in (folder, tmp_path / "plain"):
-        model = load_target(one, dtype="float32")
-        cache = [None] * model.config.num_layers
-        logits.append(model.unembed(model(rows, rows, cache, causal_attention)[0]))
-    np.testing.assert_allclose(*logits, atol=2e-5)
-    code, _, err = cli("dequantize", folder, tmp_path / "plain")
-    assert code == 2
-    assert "exists already" in err

@@ -60,7 +60,7 @@ def test_a_head_saved_without_its_selector_is_one_that_never_had_it(folder, targ
 def test_a_converted_selector_is_verified_and_exported(folder, cli, tmp_path):
     options = ("--target", GOLDEN / "qwen3")
     assert cli("convert", folder / "head", tmp_path / "dst", *options)[0] == 0
-    code, out, _ = cli("verify", folder / "head", tmp_path / "dst", *options, "--no-logits")
+    code, out, _ = cli("verify", folder / "head", tmp_path / "dst", *options)
     assert code == 0
     assert "every bit is right" in out
     assert cli("export", tmp_path / "dst", tmp_path / "back")[0] == 0
