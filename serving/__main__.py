@@ -25,12 +25,13 @@ def main(
     """Serves until SIGTERM or SIGINT; returns the exit code.
 
     Args:
-      make_engine: makes the engine without folders of models, in a process of its own that imports the module of this
-        function. None: `serving.engines.make_engine`.
+      make_engine: makes the engine without folders of models, in a process of its own that imports
+        the module of this function. None: `serving.engines.make_engine`.
     """
     exit_while_loading()
     open_standard_streams()
-    # A serving process reads certificates and tokens again at SIGHUP. Until then SIGHUP must not kill it.
+    # A serving process reads certificates and tokens again at SIGHUP. Until then SIGHUP must not
+    # kill it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # By default gRPC writes a line for every handshake that fails.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -94,7 +94,9 @@ def _connections(asked: int | None, num_ports: int) -> int:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Tries an address, so that gRPC's core does not log a line of its own about it. Port 0 is any free one."""
+    """Tries an address, so that gRPC's core does not log a line of its own about it. Port 0 is any
+    free one.
+    """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = addresses[0]

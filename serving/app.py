@@ -1,4 +1,6 @@
-"""Builds the part of the server that clients talk to from its settings, runs it, and drains it. No jax here."""
+"""Builds the part of the server that clients talk to from its settings, runs it, and drains it. No
+jax here.
+"""
 
 import asyncio
 import contextlib
@@ -74,14 +76,18 @@ def _tracer(settings: Settings) -> Tracer | None:
 
 
 def _tokenizer(settings: Settings) -> Tokenizer | None:
-    """The tokenizer of the settings' folder, read while the engine reads the weights; the engine reports what is wrong."""
+    """The tokenizer of the settings' folder, read while the engine reads the weights; the engine
+    reports what is wrong.
+    """
     with contextlib.suppress(ConfigError):
         return Tokenizer(settings.model or embedded("target"))
     return None
 
 
 def _reply_format(settings: Settings, tokenizer: Tokenizer | None) -> str:
-    """The option, or for the embedded model, whose template has no signs of a format, one that can force calls."""
+    """The option, or for the embedded model, whose template has no signs of a format, one that can
+    force calls.
+    """
     is_embedded = tokenizer is not None and tokenizer.folder == Path(embedded("target"))
     return "qwen3" if settings.reply_format == "auto" and is_embedded else settings.reply_format
 

@@ -1,4 +1,6 @@
-"""Writes text where a reader may stop: a thread writes, so that no other part of the process waits for the reader."""
+"""Writes text where a reader may stop: a thread writes, so that no other part of the process waits
+for the reader.
+"""
 
 import contextlib
 import io
@@ -19,7 +21,8 @@ class BackgroundStream:
 
     Args:
       stream: where texts go; None: nowhere.
-      dropped: the text that stands for so many that were dropped, before the next one that is written.
+      dropped: the text that stands for so many that were dropped, before the next one that is
+        written.
       most_chars: see `_MOST_CHARS`.
     """
 
@@ -70,7 +73,9 @@ class BackgroundStream:
                 self._changed.notify_all()
 
     def _write(self, text: str) -> None:
-        """Writes past Python's buffer, which would try what has failed again when the interpreter exits."""
+        """Writes past Python's buffer, which would try what has failed again when the interpreter
+        exits.
+        """
         if self._stream is None:
             return
         try:
@@ -90,7 +95,9 @@ class BackgroundStream:
 
 
 def open_standard_streams() -> None:
-    """Opens descriptors 0 to 2 where they are closed: a socket would get one of them, and texts into it."""
+    """Opens descriptors 0 to 2 where they are closed: a socket would get one of them, and texts
+    into it.
+    """
     for number in range(3):
         with contextlib.suppress(OSError):
             os.fstat(number)

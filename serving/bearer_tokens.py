@@ -47,9 +47,11 @@ class TokenFile(Sequence[bytes]):
 
 
 def token_of(headers: Sequence[str | bytes], tokens: Sequence[bytes]) -> bytes | None:
-    """The token of `tokens` that the `authorization` headers of a request carry; None if they carry none of them.
+    """The token of `tokens` that the `authorization` headers of a request carry; None if they carry
+    none of them.
 
-    There must be one such header: a proxy that checks the first would vouch for the token of another.
+    There must be one such header: a proxy that checks the first would vouch for the token of
+    another.
     """
     if len(headers) != 1:
         return None

@@ -13,8 +13,8 @@ class BoundedPool:
     """Runs functions in threads.
 
     A caller that is cancelled while it waits leaves nothing behind. One that is cancelled while its
-    function runs leaves the thread busy until the function returns: nothing can interrupt it. A function
-    runs in its caller's context (`contextvars`).
+    function runs leaves the thread busy until the function returns: nothing can interrupt it. A
+    function runs in its caller's context (`contextvars`).
 
     Args:
       name: name of the threads.
@@ -26,7 +26,8 @@ class BoundedPool:
     def __init__(self, name: str, what: str, *, num_threads: int, max_waiting: int):
         self._what, self._max_waiting = what, max_waiting
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        # Callers wait here and not in the executor's queue, which would keep cancelled work until its turn.
+        # Callers wait here and not in the executor's queue, which would keep cancelled work until
+        # its turn.
         self._free = asyncio.Semaphore(num_threads)
         self._num_waiting = 0
         self._running: set[Future] = set()
@@ -35,7 +36,8 @@ class BoundedPool:
         """Runs a function in a thread and returns its result.
 
         Raises:
-          ServiceError: RESOURCE_EXHAUSTED if too many functions wait; UNAVAILABLE if the pool is closed.
+          ServiceError: RESOURCE_EXHAUSTED if too many functions wait; UNAVAILABLE if the pool is
+            closed.
         """
         if self._num_waiting >= self._max_waiting:
             raise ServiceError(
@@ -54,7 +56,8 @@ class BoundedPool:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(self._release, future)
 
-        # The future is part of a reference cycle: it would keep a large result until a garbage collection.
+        # The future is part of a reference cycle: it would keep a large result until a garbage
+        # collection.
         outcome: list[tuple[T, None] | tuple[None, Exception]] = []
 
         context = contextvars.copy_context()

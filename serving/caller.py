@@ -1,7 +1,7 @@
 """The caller of the current task, and when its request arrived.
 
-Clients with the same bearer token are one caller; on a server without tokens all clients are one. A caller
-sees its own requests only: it may use the ids of others, and it cannot abort them.
+Clients with the same bearer token are one caller; on a server without tokens all clients are one. A
+caller sees its own requests only: it may use the ids of others, and it cannot abort them.
 """
 
 import hmac

@@ -31,8 +31,8 @@ class ConstraintMemory:
         self._held: Counter[str] = Counter()
         """Bytes by caller."""
         self._freed: deque[tuple[str, int]] = deque()
-        """Leases that are gone. The collector of garbage may end one while this thread holds the lock, so their end
-        takes no lock."""
+        """Leases that are gone. The collector of garbage may end one while this thread holds the
+        lock, so their end takes no lock."""
 
     def lease(self, origin: str, size: int) -> Lease:
         """Takes `size` bytes for a caller, before its constraint is compiled.

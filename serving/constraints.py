@@ -1,10 +1,12 @@
 """Compiles the constraints of requests, outside of the event loop and of the engine's thread.
 
-    constraint -> checked in `grammar_process` -> compiled by the worker, in a thread of the engine's process -> matcher
+    constraint -> checked in `grammar_process` -> compiled by the worker, in a thread of the
+    engine's process -> matcher
 
-The check runs in a process of its own, whose limits of time and memory end it without harm to the server. The
-result is kept by its digest for each caller: a constraint that a caller sends again is not checked again, and one that was
-refused is refused at once. Callers take turns at the processes and threads.
+The check runs in a process of its own, whose limits of time and memory end it without harm to the
+server. The result is kept by its digest for each caller: a constraint that a caller sends again is
+not checked again, and one that was refused is refused at once. Callers take turns at the processes
+and threads.
 """
 
 import asyncio
@@ -60,7 +62,8 @@ class Process(BoundedProcess):
         """The result of a check; None if the process exceeded a limit or took too long.
 
         Raises:
-          ServiceError: UNAVAILABLE; the process cannot be started, was killed twice, or the server ends.
+          ServiceError: UNAVAILABLE; the process cannot be started, was killed twice, or the server
+            ends.
         """
         try:
             return super().ask(question)
@@ -82,7 +85,8 @@ _TOO_COMPLEX = f"is too complex: the check of it took more than {CPU_SECONDS} s,
 
 
 class Constraints:
-    """Compiles constraints for one engine. Its threads and processes start with the first constraint.
+    """Compiles constraints for one engine. Its threads and processes start with the first
+    constraint.
 
     Args:
       worker: runs the engine, whose model has a tokenizer or not.
@@ -91,7 +95,8 @@ class Constraints:
     def __init__(self, worker: Worker):
         engine, self._worker = worker.description, worker
         target = engine.target_config
-        # It places reasoning before the answer; the vocabulary for masks is read where the engine is.
+        # It places reasoning before the answer; the vocabulary for masks is read where the engine
+        # is.
         self._grammars: Grammars | None = None
         if engine.tokenizer is not None:
             self._grammars = Grammars(engine.tokenizer, target.vocab_size, target.eos_ids)
@@ -109,7 +114,9 @@ class Constraints:
         return lambda: Vocabulary.of(engine.tokenizer, target.vocab_size, target.eos_ids)
 
     def prepare(self) -> asyncio.Future:
-        """Reads the vocabulary in a thread, so that the first constraint does not wait for it. Returns its end."""
+        """Reads the vocabulary in a thread, so that the first constraint does not wait for it.
+        Returns its end.
+        """
         has_grammars = self._grammars is not None
         return asyncio.ensure_future(
             self._compiles.run("", self._read_vocabulary) if has_grammars else asyncio.sleep(0)
@@ -138,8 +145,8 @@ class Constraints:
           address: of the client, "" if it has none; tells clients without a token apart.
 
         Raises:
-          ServiceError: INVALID_ARGUMENT that names the field; RESOURCE_EXHAUSTED if too many of the client wait;
-            UNAVAILABLE if the server ends, or can start no process.
+          ServiceError: INVALID_ARGUMENT that names the field; RESOURCE_EXHAUSTED if too many of the
+            client wait; UNAVAILABLE if the server ends, or can start no process.
         """
         if self._grammars is None:
             raise invalid(field, "needs a model with a tokenizer")
@@ -149,7 +156,8 @@ class Constraints:
         if chat is not None:
             structured = self._grammars.located(structured, chat)
         frame = self._grammars.markers.frame(structured.reasoning)
-        # Each caller has its own cache: from the time of an answer one caller could learn what another sent.
+        # Each caller has its own cache: from the time of an answer one caller could learn what
+        # another sent.
         caller_id = caller.current()
         parts = caller_id, structured.kind, structured.text, structured.around, frame
         key = hashlib.sha256(repr(parts).encode()).digest()
@@ -217,8 +225,8 @@ class Constraints:
 
 
 class _Memory[T]:
-    """What was used last, by key. Thread-safe. Where it is full, the owner of most of it loses what it used longest ago,
-    so no client makes the server forget the constraints of others.
+    """What was used last, by key. Thread-safe. Where it is full, the owner of most of it loses what
+    it used longest ago, so no client makes the server forget the constraints of others.
 
     Args:
       seconds: how long it is kept.
@@ -260,9 +268,11 @@ class _Memory[T]:
 
 
 class _FairPool:
-    """A `BoundedPool` whose threads callers use in turn: one with many requests delays no other by all of them.
+    """A `BoundedPool` whose threads callers use in turn: one with many requests delays no other by
+    all of them.
 
-    `_MAX_WAITING` functions wait at most. Beyond that the caller with most of them loses its newest.
+    `_MAX_WAITING` functions wait at most. Beyond that the caller with most of them loses its
+    newest.
     """
 
     def __init__(self, name: str, num_threads: int):
@@ -290,7 +300,8 @@ class _FairPool:
 
         def end(work: asyncio.Task) -> None:
             if not work.cancelled():
-                work.exception()  # of a cancelled request nothing else reads it, and asyncio would log it
+                # of a cancelled request nothing else reads it, and asyncio would log it
+                work.exception()
             self._end_turn(origin)
 
         work = asyncio.create_task(self._pool.run(function))
@@ -335,7 +346,9 @@ class _FairPool:
         self._num_free += 1
 
     def _refuse_one(self, newest: str) -> None:
-        """Refuses the last one of the caller with most that wait; of several such callers, of `newest`."""
+        """Refuses the last one of the caller with most that wait; of several such callers, of
+        `newest`.
+        """
         longest = max((newest, *self._waiting), key=lambda origin: len(self._waiting[origin]))
         turn = self._waiting[longest][-1]
         self._forget(longest, turn)

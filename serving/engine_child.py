@@ -2,7 +2,8 @@
 
     peagle-serve (serves clients) -- socket -- engine process
 
-The child is a new interpreter (nothing is forked), inherits its end of a socket without a name, and ends when its parent does.
+The child is a new interpreter (nothing is forked), inherits its end of a socket without a name, and
+ends when its parent does.
 """
 
 import contextlib
@@ -46,7 +47,9 @@ class Begin:
 
 
 def function_name(function: "Callable[[Settings], Engine]") -> tuple[str, str]:
-    """Module and name of a function at the top level of a module, by which another process finds it."""
+    """Module and name of a function at the top level of a module, by which another process finds
+    it.
+    """
     module = function.__module__
     if module == "__main__":
         spec = sys.modules["__main__"].__spec__
@@ -89,7 +92,9 @@ class EngineChild:
 
     @property
     def code(self) -> int:
-        """The exit code of the server after the engine's process has ended by itself: its own, if it has one."""
+        """The exit code of the server after the engine's process has ended by itself: its own, if
+        it has one.
+        """
         code = self._process.poll()
         return code if code is not None and code > 0 else 1
 
@@ -109,7 +114,9 @@ class EngineChild:
         return self.end(timeout + _GRACE)
 
     def end(self, seconds: float) -> bool:
-        """Waits at most so many seconds until it has ended, and kills it then; returns whether it ended by itself."""
+        """Waits at most so many seconds until it has ended, and kills it then; returns whether it
+        ended by itself.
+        """
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -121,7 +128,8 @@ class EngineChild:
     def end_within(self, seconds: float) -> None:
         """Ends both processes with code 1, unless this one has ended by itself until then.
 
-        It helps against a thread that hangs, in a library or in a write: an interpreter that exits waits for it.
+        It helps against a thread that hangs, in a library or in a write: an interpreter that exits
+        waits for it.
         """
 
         def end() -> None:

@@ -1,9 +1,10 @@
-"""The process of the engine: it holds jax, the weights, the scheduler and the pages, and talks to no client.
+"""The process of the engine: it holds jax, the weights, the scheduler and the pages, and talks to
+no client.
 
     python -m serving.engine_process DESCRIPTOR
 
-The descriptor is a socket to the first process of the server; `engine_child` starts this one. It imports jax while the first
-process reads options and files. Then it gets what to serve.
+The descriptor is a socket to the first process of the server; `engine_child` starts this one. It
+imports jax while the first process reads options and files. Then it gets what to serve.
 """
 
 import logging
@@ -32,14 +33,17 @@ _log = logging.getLogger(__name__)
 
 
 def follow_parent() -> None:
-    """Leaves signals of a terminal or a service manager, which reach all processes, to the first one.
+    """Leaves signals of a terminal or a service manager, which reach all processes, to the first
+    one.
 
-    A child reads the end of its parent from a socket, and ends with a log line. Should it hang in a library meanwhile, the
-    kernel ends it: when the parent dies it sends SIGUSR1, whose handler is C's `alarm` itself. The handler gets the
-    signal's number, so SIGALRM follows as many seconds later, without Python.
+    A child reads the end of its parent from a socket, and ends with a log line. Should it hang in a
+    library meanwhile, the kernel ends it: when the parent dies it sends SIGUSR1, whose handler is
+    C's `alarm` itself. The handler gets the signal's number, so SIGALRM follows as many seconds
+    later, without Python.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # A program that a child starts has the default again, which it would not have after SIG_IGN.
+        # A program that a child starts has the default again, which it would not have after
+        # SIG_IGN.
         signal.signal(number, lambda *_: None)
     if sys.platform == "linux":
         library = ctypes.CDLL(None)
@@ -123,8 +127,8 @@ class _Process:
             return 2
         _, timeout, code = self._hub.orders.get()
         worker.stop(timeout)
-        # Without the interpreter's own end: it aborts while a thread compiles, waits for a device, or belongs to a
-        # library that unloads, and the memory of a device takes it seconds.
+        # Without the interpreter's own end: it aborts while a thread compiles, waits for a device,
+        # or belongs to a library that unloads, and the memory of a device takes it seconds.
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)

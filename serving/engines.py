@@ -1,4 +1,6 @@
-"""Makes the engine of a server's settings. The process of the engine imports this; the other processes need no jax."""
+"""Makes the engine of a server's settings. The process of the engine imports this; the other
+processes need no jax.
+"""
 
 import itertools
 import secrets

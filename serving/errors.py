@@ -7,15 +7,16 @@ from peagle_jax.text.bounded_process import UnavailableError
 
 _log = logging.getLogger(__name__)
 _LONGEST = 500
-"""Characters of a message: clients accept 8 KiB of trailers, and a message may quote the request."""
+"""Characters of a message: clients accept 8 KiB of trailers, and a message may quote the request.
+"""
 _LONGEST_FIELD = 200
 
 
 class Code(enum.Enum):
     """How a request ended.
 
-    The names are those of gRPC's status codes. Each protocol maps them at its edge: `rpc.status` by name,
-    `http.errors` by a table.
+    The names are those of gRPC's status codes. Each protocol maps them at its edge: `rpc.status` by
+    name, `http.errors` by a table.
     """
 
     OK = enum.auto()
@@ -77,8 +78,8 @@ def invalid(field: str, rule: str) -> ServiceError:
 
 
 class PromptTooLong(ServiceError):
-    """INVALID_ARGUMENT: `field` breaks `rule` by its length. Clients look for one of both sentences, and shorten the
-    prompt: litellm for the first, langchain for the second.
+    """INVALID_ARGUMENT: `field` breaks `rule` by its length. Clients look for one of both
+    sentences, and shorten the prompt: litellm for the first, langchain for the second.
 
     Args:
       max_model_len: tokens of prompt and output together.
@@ -123,7 +124,8 @@ def failure(error: Exception) -> ServiceError:
 def shortened(text: str, most: int) -> str:
     """`text`, or its first `most` characters.
 
-    Halves of surrogate pairs become question marks: a client's JSON may hold them, protobuf and UTF-8 cannot.
+    Halves of surrogate pairs become question marks: a client's JSON may hold them, protobuf and
+    UTF-8 cannot.
     """
     short = text if len(text) <= most else f"{text[: most - 4]} ..."
     return short.encode("utf-8", "replace").decode()

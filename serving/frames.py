@@ -1,8 +1,9 @@
-"""Messages between the two processes of a server, over a pair of connected sockets that no other process can reach.
+"""Messages between the two processes of a server, over a pair of connected sockets that no other
+process can reach.
 
-A frame is four bytes of length and a pickle. Both ends are our own code in the same version, and sockets of a pair have
-no name in the file system. Events of rounds travel as plain tuples: 128 sequences take 0.13 ms to encode, the named tuples
-themselves 0.5 ms.
+A frame is four bytes of length and a pickle. Both ends are our own code in the same version, and
+sockets of a pair have no name in the file system. Events of rounds travel as plain tuples: 128
+sequences take 0.13 ms to encode, the named tuples themselves 0.5 ms.
 """
 
 import pickle

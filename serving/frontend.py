@@ -1,4 +1,5 @@
-"""The life of the service and of its requests: from a request in any protocol to a stream of deltas.
+"""The life of the service and of its requests: from a request in any protocol to a stream of
+deltas.
 
 A servicer turns its message into an `Ask`, opens it, and reads:
 
@@ -6,8 +7,8 @@ A servicer turns its message into an `Ask`, opens it, and reads:
         async for delta in stream:
             ...
 
-Leaving the block ends the request in the engine, whatever the reason. Every stream is reported exactly
-once, with one code. All of this runs in one event loop; only the worker has a thread.
+Leaving the block ends the request in the engine, whatever the reason. Every stream is reported
+exactly once, with one code. All of this runs in one event loop; only the worker has a thread.
 """
 
 import asyncio
@@ -140,8 +141,8 @@ class Frontend:
     async def watch(self, seconds: float) -> None:
         """Declares the engine dead when one of its rounds takes longer than `seconds`.
 
-        A device that hangs raises nothing: without this, clients would wait forever. Time does not count in which the
-        process of the engine was stopped.
+        A device that hangs raises nothing: without this, clients would wait forever. Time does not
+        count in which the process of the engine was stopped.
         """
         while self.state in (State.STARTING, State.SERVING, State.DRAINING):
             await asyncio.sleep(min(1.0, seconds / 4))
@@ -181,7 +182,9 @@ class Frontend:
         tools: Sequence[Mapping] = (),
         **fields: str,
     ) -> list[int]:
-        """See `Encoder.chat`, whose `field`, `variables_field` and `ending` are `fields`; raises as `encode` does."""
+        """See `Encoder.chat`, whose `field`, `variables_field` and `ending` are `fields`; raises as
+        `encode` does.
+        """
         async with self._limit_time():
             return await self._encoder.chat(messages, variables, tools=tools, **fields)
 
@@ -193,7 +196,8 @@ class Frontend:
           address: see `Constraints.compile`.
 
         Raises:
-          ServiceError: INVALID_ARGUMENT that names the field; RESOURCE_EXHAUSTED; DEADLINE_EXCEEDED.
+          ServiceError: INVALID_ARGUMENT that names the field; RESOURCE_EXHAUSTED;
+            DEADLINE_EXCEEDED.
         """
         structured = ask.params.structured
         if structured is None:
@@ -246,7 +250,8 @@ class Frontend:
         return stream is not None
 
     async def flush_prefix_cache(self) -> int:
-        """Forgets the prefixes of the current caller that no request holds; returns the number of pages.
+        """Forgets the prefixes of the current caller that no request holds; returns the number of
+        pages.
 
         Raises:
           ServiceError: UNAVAILABLE; the engine does not serve, or stopped serving meanwhile.
@@ -377,7 +382,8 @@ class Frontend:
             self._prepare()
 
     def _prepare(self) -> None:
-        """Begins what takes seconds and the first chat or constraint would wait for: it imports, and reads a vocabulary.
+        """Begins what takes seconds and the first chat or constraint would wait for: it imports,
+        and reads a vocabulary.
 
         With few cores it would delay the first programs, and begins once the engine serves.
         """
@@ -416,7 +422,9 @@ def jobs_of(ask: Ask, number: int) -> list[Job]:
 
 
 def _numbered(params: SamplingParams, index: int) -> SamplingParams:
-    """Parameters of sequence `index` of a request: sequence 0 has the client's seed, others have their own."""
+    """Parameters of sequence `index` of a request: sequence 0 has the client's seed, others have
+    their own.
+    """
     if index == 0 or params.seed is None:
         return params
     return replace(params, seed=(params.seed + index) % 2**63)

@@ -1,12 +1,14 @@
-"""Checks constraints of clients in a process of its own, because a hostile one can exhaust time, memory or stack.
+"""Checks constraints of clients in a process of its own, because a hostile one can exhaust time,
+memory or stack.
 
     python -m serving.grammar_process
     stdin:  one JSON object per line: a `Vocabulary`, then constraints {"kind", "text", "around", "frame"}
     stdout: one JSON object per constraint: {"definition", "memory"}, or {"error"}; memory is the
             bytes that it takes compiled
 
-The process leaves the processor to others. A constraint that exceeds a limit ends the process; its parent starts another (`constraints.Process`). The server compiles a
-constraint that passes again, which takes the same time.
+The process leaves the processor to others. A constraint that exceeds a limit ends the process; its
+parent starts another (`constraints.Process`). The server compiles a constraint that passes again,
+which takes the same time.
 """
 
 import json
@@ -43,8 +45,8 @@ STACK = 1 << 20
 class Vocabulary:
     """The part of a vocabulary that a check needs: its size, and the tokens outside the text.
 
-    All other tokens of the check are single bytes, because the texts that a grammar allows do not depend on
-    how they are split.
+    All other tokens of the check are single bytes, because the texts that a grammar allows do not
+    depend on how they are split.
     """
 
     size: int

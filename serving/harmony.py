@@ -1,6 +1,8 @@
-"""Parses replies in the harmony format of GPT-OSS: messages, each with a header that names its channel.
+"""Parses replies in the harmony format of GPT-OSS: messages, each with a header that names its
+channel.
 
-    <|channel|>analysis<|message|>They greet me.<|end|><|start|>assistant<|channel|>final<|message|>Hi!<|return|>
+    <|channel|>analysis<|message|>They greet
+    me.<|end|><|start|>assistant<|channel|>final<|message|>Hi!<|return|>
 
 A message to `functions.NAME` is a call of that tool:
 
@@ -41,10 +43,11 @@ class HarmonyIds:
 
 
 class HarmonyParser:
-    """Messages in the channel "analysis" are reasoning, messages in other channels are text. Headers are dropped.
+    """Messages in the channel "analysis" are reasoning, messages in other channels are text.
+    Headers are dropped.
 
-    A complete message to a function is a call. If it is cut off, or no JSON object, it is text. Without tools, and
-    to other recipients, it is reasoning: it is not meant for the user.
+    A complete message to a function is a call. If it is cut off, or no JSON object, it is text.
+    Without tools, and to other recipients, it is reasoning: it is not meant for the user.
 
     Output before the first special token is text, because the prompt may contain the header. An
     incomplete header at the end of the sequence is dropped. The engine searches all output for stop

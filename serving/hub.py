@@ -29,7 +29,9 @@ from serving.worker import EngineWorker
 
 _log = logging.getLogger(__name__)
 _MOST_UNREAD = 256 << 20
-"""Bytes that the first process may leave unread, minutes of output at full speed; beyond it counts as gone."""
+"""Bytes that the first process may leave unread, minutes of output at full speed; beyond it counts
+as gone.
+"""
 _TICK = 1.0  # seconds between two looks at the engine
 _NUM_THREADS = 2  # that compile constraints
 _NICE = 10  # of these threads: rounds come first
@@ -42,7 +44,8 @@ def _leave_processor_to_others() -> None:
 
 
 class Outbox:
-    """Sends frames over a socket in non-blocking mode. `send` may be called by any thread; it never waits.
+    """Sends frames over a socket in non-blocking mode. `send` may be called by any thread; it never
+    waits.
 
     Args:
       wake: called when the socket does not take all: `flush` sends more, once it can.
@@ -123,7 +126,9 @@ class Hub:
         self._outbox.send(encode(message))
 
     def describe(self, worker: EngineWorker) -> None:
-        """Tells the first process what the engine is, which then submits jobs to its worker, and starts the worker."""
+        """Tells the first process what the engine is, which then submits jobs to its worker, and
+        starts the worker.
+        """
         self._worker = worker
         of = worker.description
         folder = None if of.tokenizer is None else of.tokenizer.folder
@@ -149,7 +154,8 @@ class Hub:
         try:
             self._serve()
         except BaseException:
-            # Nobody would read submits and aborts any more. The end of this process gives every request its status.
+            # Nobody would read submits and aborts any more. The end of this process gives every
+            # request its status.
             _log.exception("the engine's process cannot go on")
             logging.shutdown()
             os._exit(1)

@@ -26,16 +26,16 @@ _PIECE = 1 << 16  # bytes
 def parse_object(content: bytes, *, field: str, limits: Limits, max_ids: int = 0) -> dict:
     """Parses a JSON object.
 
-    json.loads holds the GIL until it returns: 5 million empty objects (15 MiB) take 2.3 s and 375 MB.
-    Such a text is refused before it is parsed, by a count of its brackets and commas.
+    json.loads holds the GIL until it returns: 5 million empty objects (15 MiB) take 2.3 s and 375
+    MB. Such a text is refused before it is parsed, by a count of its brackets and commas.
 
     Args:
       field: name of the text in error messages.
       max_ids: values that are allowed in addition to `MAX_VALUES`.
 
     Raises:
-      ServiceError: INVALID_ARGUMENT if the text is not a JSON object, has too many values or too much
-        nesting, or has an object with duplicate keys.
+      ServiceError: INVALID_ARGUMENT if the text is not a JSON object, has too many values or too
+        much nesting, or has an object with duplicate keys.
     """
     check_sizes(content, field=field, limits=limits, max_ids=max_ids)
     try:
@@ -95,10 +95,11 @@ class Size:
 
 
 def sizes(content: bytes) -> Iterator[Size]:
-    """Running size of a text after each piece of `_PIECE` bytes; the last one is that of the whole text.
+    """Running size of a text after each piece of `_PIECE` bytes; the last one is that of the whole
+    text.
 
-    Counting takes about 1 ms per piece, mostly without the GIL, so a caller stops at the first size above
-    its limit. In a text that is not JSON the size is correct up to the mistake.
+    Counting takes about 1 ms per piece, mostly without the GIL, so a caller stops at the first size
+    above its limit. In a text that is not JSON the size is correct up to the mistake.
     """
     num_values, num_objects, depth, deepest, is_in_string = 1, 0, 0, 0, False
     start = 0
@@ -119,7 +120,8 @@ def sizes(content: bytes) -> Iterator[Size]:
         )
         deepest = max(deepest, int(depths.max(initial=0)))
         depth = int(depths[-1]) if len(depths) else depth
-        # Each comma and each opening bracket precedes a value; an empty list counts as one with a value.
+        # Each comma and each opening bracket precedes a value; an empty list counts as one with a
+        # value.
         num_values += int(np.count_nonzero(is_opening) + np.count_nonzero(marks == ord(",")))
         num_objects += int(np.count_nonzero(is_object))
         yield Size(num_values, num_objects, deepest)

@@ -1,7 +1,8 @@
-"""Log lines as JSON on stderr: one per request, and one with the engine's figures every few seconds.
+"""Log lines as JSON on stderr: one per request, and one with the engine's figures every few
+seconds.
 
-Lines that any client can cause (refusals, warnings, errors) are limited per kind, and the lines left out are
-counted: otherwise a client without a token could fill the disk.
+Lines that any client can cause (refusals, warnings, errors) are limited per kind, and the lines
+left out are counted: otherwise a client without a token could fill the disk.
 """
 
 import asyncio
@@ -57,10 +58,11 @@ _WINDOW = 10.0  # seconds
 
 
 class LimitedHandler(logging.StreamHandler):
-    """Writes at most `_BURST` lines of one kind in `_WINDOW` seconds, and then the number of lines left out.
+    """Writes at most `_BURST` lines of one kind in `_WINDOW` seconds, and then the number of lines
+    left out.
 
-    Two lines are of one kind if they have the same logger, level and unformatted message, or the same
-    attribute `kind`, which `extra` sets. Lines whose `kind` is None are never limited.
+    Two lines are of one kind if they have the same logger, level and unformatted message, or the
+    same attribute `kind`, which `extra` sets. Lines whose `kind` is None are never limited.
 
     Args:
       stream: where lines are written.

@@ -1,8 +1,10 @@
-"""Memory of processes that serve: glibc keeps what was freed in small pieces, so it is returned after large requests.
+"""Memory of processes that serve: glibc keeps what was freed in small pieces, so it is returned
+after large requests.
 
-A full collection of cyclic garbage walks all objects, and holds the lock of the interpreter meanwhile: hundreds of
-thousands of them, and seconds, once programs have been traced or loaded. Those stay for good, so the collector leaves
-them out. What requests make is freed by counting references; little is left to collect.
+A full collection of cyclic garbage walks all objects, and holds the lock of the interpreter
+meanwhile: hundreds of thousands of them, and seconds, once programs have been traced or loaded.
+Those stay for good, so the collector leaves them out. What requests make is freed by counting
+references; little is left to collect.
 """
 
 import asyncio
@@ -53,7 +55,9 @@ class MemoryReturn:
 
 
 _THRESHOLDS = (5_000, 20, 20)
-"""Objects made since the last collection of the youngest, and collections of one generation for one of the next."""
+"""Objects made since the last collection of the youngest, and collections of one generation for one
+of the next.
+"""
 
 
 def pause_collector() -> None:
@@ -65,7 +69,8 @@ def settle_heap(*, collects: bool = True) -> None:
     """Leaves all objects that exist out of later collections.
 
     Args:
-      collects: whether to collect once before, and to return free memory to the system: a second, before requests come.
+      collects: whether to collect once before, and to return free memory to the system: a second,
+        before requests come.
     """
     if collects:
         gc.collect()

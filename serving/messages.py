@@ -13,7 +13,9 @@ from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text.tokenizer import Tokenizer
 
 MatcherOf = Hashable
-"""A constraint compiled for one sequence: a `Matcher` where the engine is, elsewhere what stands for one."""
+"""A constraint compiled for one sequence: a `Matcher` where the engine is, elsewhere what stands
+for one.
+"""
 
 
 class Checked(NamedTuple):
@@ -47,7 +49,9 @@ class Job:
 
 
 class Ended(NamedTuple):
-    """How a sequence ended, with the fields that `Acceptance.of` reads; times are of `time.monotonic`."""
+    """How a sequence ended, with the fields that `Acceptance.of` reads; times are of
+    `time.monotonic`.
+    """
 
     finish_reason: str
     stop_reason: int | str | None
@@ -143,7 +147,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Death:
-    """Why the engine serves no longer: the kind of its exception, or of its end, and all that is known."""
+    """Why the engine serves no longer: the kind of its exception, or of its end, and all that is
+    known.
+    """
 
     kind: str
     text: str
@@ -171,7 +177,8 @@ class Description:
         """Checks a request as the engine does.
 
         Raises:
-          ConfigError: the request can never run; `field` is "prompt" or a field of `SamplingParams`.
+          ConfigError: the request can never run; `field` is "prompt" or a field of
+            `SamplingParams`.
         """
         check_request_of_model(prompt, params, self.config, self.target_config, self.tokenizer)
 
@@ -181,7 +188,8 @@ class Listener:
     """What a server does when its engine calls it: in its event loop.
 
     Args:
-      deliver: called after each round with its events, in order, and the tokens that it gave to all requests.
+      deliver: called after each round with its events, in order, and the tokens that it gave to all
+        requests.
       on_ready: called when requests can be served; smaller batches may still compile.
       on_death: called with the reason; no events follow.
     """
@@ -192,7 +200,9 @@ class Listener:
 
 
 class Worker(Protocol):
-    """The engine as a server uses it: `EngineWorker` in the same process, `RemoteEngine` in another one."""
+    """The engine as a server uses it: `EngineWorker` in the same process, `RemoteEngine` in another
+    one.
+    """
 
     description: Description
     load: Load
@@ -221,7 +231,9 @@ class Worker(Protocol):
         """
 
     def prepare_matchers(self) -> None:
-        """Reads the vocabulary for constraints; blocks. Raises `ConfigError` if it cannot be used for them."""
+        """Reads the vocabulary for constraints; blocks. Raises `ConfigError` if it cannot be used
+        for them.
+        """
 
     def matchers(self, constraint: Checked, number: int) -> list[MatcherOf]:
         """Compiles a constraint for so many sequences; blocks.

@@ -1,7 +1,7 @@
 """Prometheus metrics: vLLM's names, which load tools and dashboards read, and our own.
 
-Counters of the engine are read from its last `Load` at each scrape; only latencies and request counts are kept
-here.
+Counters of the engine are read from its last `Load` at each scrape; only latencies and request
+counts are kept here.
 """
 
 import bisect
@@ -120,7 +120,8 @@ class Metrics:
         )
 
     def round(self, events: Sequence[Event], num_tokens: int = 0) -> None:
-        """Counts the events of a device call. Its rounds have equal shares of the time since the call before.
+        """Counts the events of a device call. Its rounds have equal shares of the time since the
+        call before.
 
         Args:
           num_tokens: what the call gave to all requests of the engine.
@@ -183,14 +184,18 @@ class Metrics:
                 self._observe("request_time_per_output_token", each)
 
     def seconds_per_request(self) -> float:
-        """Estimate of the seconds until the queue has room, for RetryInfo: the mean time between recent ends."""
+        """Estimate of the seconds until the queue has room, for RetryInfo: the mean time between
+        recent ends.
+        """
         if len(self._ends) < 2 or self._ends[-1] == self._ends[0]:
             return 1.0
         pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return min(30.0, max(0.1, pace))
 
     def _begin_counters(self) -> None:
-        """Sets counters to 0: Prometheus sees no increase in a series that begins with another value."""
+        """Sets counters to 0: Prometheus sees no increase in a series that begins with another
+        value.
+        """
         self._count("vllm:prompt_tokens", 0)
         self._count("vllm:prompt_tokens_cached", 0)
         self._count("vllm:generation_tokens", 0)
@@ -337,8 +342,8 @@ class _EngineCollector(Collector):
 
 
 class Histogram(Collector):
-    """Counts values in one thread; a scrape reads it as prometheus_client's own histogram, which takes ten times
-    as long for a value.
+    """Counts values in one thread; a scrape reads it as prometheus_client's own histogram, which
+    takes ten times as long for a value.
 
     Args:
       labels: of its only series.

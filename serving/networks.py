@@ -4,7 +4,9 @@ import ipaddress
 
 
 def network(address: str) -> str:
-    """What one customer owns: an IPv4 address, or the /64 of an IPv6 address. Other texts stay as they are."""
+    """What one customer owns: an IPv4 address, or the /64 of an IPv6 address. Other texts stay as
+    they are.
+    """
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -48,7 +48,8 @@ def sampling_params(spelling: Mapping[str, str], limits: Limits, **values) -> Sa
 
 
 def cache_salt(given: str, *, field: str) -> str:
-    """A client's salt of the prefix cache: requests with other salts share no cached prefix with it.
+    """A client's salt of the prefix cache: requests with other salts share no cached prefix with
+    it.
 
     Raises:
       ServiceError: INVALID_ARGUMENT; it is empty or too long.

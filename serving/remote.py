@@ -22,7 +22,9 @@ GONE = Death("process ended", "its process has ended")
 
 
 class _Matcher:
-    """Stands for a compiled constraint, which the process of the engine holds until this object is gone."""
+    """Stands for a compiled constraint, which the process of the engine holds until this object is
+    gone.
+    """
 
     def __init__(self, place: tuple[int, int], forget: Callable[[tuple[int, int]], None]):
         self.place = place
@@ -31,14 +33,17 @@ class _Matcher:
 
 
 class RemoteEngine:
-    """`messages.Worker` at the other end of a socket. All methods but those that block belong to the event loop.
+    """`messages.Worker` at the other end of a socket. All methods but those that block belong to
+    the event loop.
 
     Args:
       connection: to the `hub.Hub` of the engine's process.
 
     Attributes:
-      end: called by `stop`: ends the process of the engine within some seconds; returns whether it did.
-      on_lost: called when the process of the engine is gone, after the listener has heard of its death.
+      end: called by `stop`: ends the process of the engine within some seconds; returns whether it
+        did.
+      on_lost: called when the process of the engine is gone, after the listener has heard of its
+        death.
     """
 
     def __init__(self, connection: socket.socket):

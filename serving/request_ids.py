@@ -11,14 +11,17 @@ _TRACE_HEADERS = {
     "traceparent": re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
     "tracestate": re.compile(r"[ -~]{1,512}"),
 }
-"""Headers of W3C Trace Context, and what is taken: the log has the first one in every line of the request."""
+"""Headers of W3C Trace Context, and what is taken: the log has the first one in every line of the
+request.
+"""
 
 
 def request_id(given: str, *, field: str = "request_id") -> str:
     """The client's id, or a new one if it gives none.
 
     Raises:
-      ServiceError: INVALID_ARGUMENT; the id is too long, or the headers of an answer cannot hold it.
+      ServiceError: INVALID_ARGUMENT; the id is too long, or the headers of an answer cannot hold
+        it.
     """
     if not (given.isascii() and given.isprintable()):
         raise invalid(field, "must be printable ASCII")

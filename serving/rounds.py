@@ -19,8 +19,9 @@ class RoundReport:
     """One round of a sequence.
 
     Attributes:
-      texts: of its output tokens. Joined over all rounds they are the sequence's text, with a stop string
-        that ended it. A token that ends within a character has no text; the token that completes it has.
+      texts: of its output tokens. Joined over all rounds they are the sequence's text, with a stop
+        string that ended it. A token that ends within a character has no text; the token that
+        completes it has.
       accepted: number of output tokens that were drafts; they come first.
       draft_ids, drafts: ids and names of the drafts that the target verified.
     """
@@ -32,9 +33,11 @@ class RoundReport:
 
 
 class RoundReports:
-    """Reports the rounds of a request's sequences. One object per request, because it holds incomplete characters.
+    """Reports the rounds of a request's sequences. One object per request, because it holds
+    incomplete characters.
 
-    The first report of a sequence is the token that prefill samples, which no round made: it has no drafts.
+    The first report of a sequence is the token that prefill samples, which no round made: it has no
+    drafts.
     """
 
     def __init__(self, tokenizer: Tokenizer | None):

@@ -1,4 +1,6 @@
-"""Where the options of `SamplingParams` stand in gRPC messages: a part of a message has a field of the option's name."""
+"""Where the options of `SamplingParams` stand in gRPC messages: a part of a message has a field of
+the option's name.
+"""
 
 from collections.abc import Collection, Mapping
 
@@ -35,7 +37,9 @@ class Places:
         self.spelling = {name: f"{part}.{one.name}" for name, (part, one) in self._fields.items()}
 
     def read(self, message: Message) -> dict[str, object]:
-        """The options of a message. 0 counts as left out where the message cannot tell the two apart."""
+        """The options of a message. 0 counts as left out where the message cannot tell the two
+        apart.
+        """
         values: dict[str, object] = {}
         for name, (part, field) in self._fields.items():
             inner = getattr(message, part)

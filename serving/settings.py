@@ -87,7 +87,8 @@ class Settings(Limits, ModelOptions):
         "auto", "gemma4", "harmony", "llama3", "qwen3", "qwen3-coder", "think", "none"
     ] = option(
         "auto",
-        "how replies of a chat mark reasoning and tool calls (default: as the model's own files say; qwen3 for the "
+        "how replies of a chat mark reasoning and tool calls (default: as the model's own files "
+        "say; qwen3 for the "
         "embedded model)",
     )
     host: str = option("127.0.0.1", "address to listen on", NOT_EMPTY, metavar="ADDRESS")
@@ -121,7 +122,8 @@ class Settings(Limits, ModelOptions):
     )
     allowed_origins: str | None = option(
         None,
-        "origins whose pages may use the HTTP port from a browser (CORS), separated by commas, such as "
+        "origins whose pages may use the HTTP port from a browser (CORS), separated by commas, "
+        "such as "
         "https://chat.example; * allows all (default: none but the server's own page)",
         _ORIGINS,
         metavar="ORIGINS",
@@ -178,7 +180,8 @@ class Settings(Limits, ModelOptions):
     no_cache: bool = option(False, "keep no compiled programs on disk")
     ready: Literal["all", "first", None] = option(
         None,
-        "all: serve once all programs are loaded, so that none compiles beside requests; first: serve with the "
+        "all: serve once all programs are loaded, so that none compiles beside requests; first: "
+        "serve with the "
         "program of the largest batch, while the others compile (default: all on GPUs, else first)",
     )
     compile_only: bool = option(
@@ -209,7 +212,9 @@ class Settings(Limits, ModelOptions):
 
     @property
     def hosts(self) -> list[str] | None:
-        """Accepted names in the Host header beside the names of this machine; None accepts every name."""
+        """Accepted names in the Host header beside the names of this machine; None accepts every
+        name.
+        """
         if self.allowed_hosts is not None:
             return [self.host, *(name.strip() for name in self.allowed_hosts.split(","))]
         return [self.host] if self.is_loopback and not self.auth_token_file else None
@@ -265,7 +270,8 @@ def engine_config(settings: Settings, dtype: str = "float32") -> EngineConfig:
 
 
 def read_models(settings: Settings) -> Settings:
-    """Downloads hub ids and checks config.json, without jax. Returns the settings with the models' folders.
+    """Downloads hub ids and checks config.json, without jax. Returns the settings with the models'
+    folders.
 
     The model's name for clients is still the given folder's, or the hub id.
 

@@ -12,11 +12,12 @@ _log = logging.getLogger(__name__)
 
 
 def exit_while_loading() -> None:
-    """SIGTERM and SIGINT end the process at once, with 128 plus the signal's number, until `Signals` runs.
+    """SIGTERM and SIGINT end the process at once, with 128 plus the signal's number, until
+    `Signals` runs.
 
     Process 1 of a container ignores a signal without a handler. The handler raises no exception: an
-    import or a callback may swallow it, and CPython ends the process by SIGINT where a KeyboardInterrupt
-    leaves `exec` of a string (each dataclass runs one), also if it is caught.
+    import or a callback may swallow it, and CPython ends the process by SIGINT where a
+    KeyboardInterrupt leaves `exec` of a string (each dataclass runs one), also if it is caught.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, exit_at_once)

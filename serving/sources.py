@@ -68,8 +68,8 @@ def resolve(
     """The settings, and the source of each option's value by the option's name.
 
     Raises:
-      ConfigError: an unknown option, an invalid value, or an option without effect because of another.
-        The message names the place.
+      ConfigError: an unknown option, an invalid value, or an option without effect because of
+        another. The message names the place.
     """
     given = vars(parser().parse_args(arguments))
     variables = _from_environment(environment)
@@ -155,8 +155,8 @@ def _from_file(path: Path) -> dict[str, object]:
 def _from_node(name: str, node: Any, place: str) -> object:
     """A value of the file.
 
-    Numbers are decimal: YAML 1.1 reads 010 as 8, 1:30 as 90 and 1_0 as 10. The value of a text option is
-    the text as written.
+    Numbers are decimal: YAML 1.1 reads 010 as 8, 1:30 as 90 and 1_0 as 10. The value of a text
+    option is the text as written.
     """
     import yaml
 
@@ -165,7 +165,8 @@ def _from_node(name: str, node: Any, place: str) -> object:
         if kind in ("int", "float") and re.match(r"[-+]?[0-9]", node.value):
             if not _DECIMAL.fullmatch(node.value):
                 raise ConfigError(
-                    f"{place}: {node.value} is not a plain decimal number; write it without leading "
+                    f"{place}: {node.value} is not a plain decimal number; write it without "
+                    "leading "
                     "zeros, colons and underscores"
                 )
             return node.value

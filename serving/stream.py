@@ -1,7 +1,8 @@
 """One request of a client: what it asks for (`Ask`), and the stream of its output (`Stream`).
 
-The event loop pushes the tokens of each round; the client reads at its own pace. Unread tokens are merged into
-one delta, so a stream never holds more than its text, and a slow client delays no other.
+The event loop pushes the tokens of each round; the client reads at its own pace. Unread tokens are
+merged into one delta, so a stream never holds more than its text, and a slow client delays no
+other.
 """
 
 import asyncio
@@ -27,20 +28,25 @@ class Ask:
       request_id: the client's id, or a new one; unique among the open requests of its caller.
       prompt: token ids.
       params: sampling parameters.
-      n: sequences to generate. Untrusted: `Frontend.open` checks it, and `Stream.n` is the checked value.
+      n: sequences to generate. Untrusted: `Frontend.open` checks it, and `Stream.n` is the checked
+        value.
       priority: requests with a lower number leave the queue first.
       deadline: `time.monotonic()` at which the request ends.
-      cache_salt: the client's salt of the prefix cache; requests of other callers never share a prefix.
+      cache_salt: the client's salt of the prefix cache; requests of other callers never share a
+        prefix.
       wants_text: whether deltas hold text; they always hold tokens.
       is_chat: whether reasoning is separated from the reply, where the model marks it.
       tools: tools that the reply may call, as OpenAI's clients send them; none: calls are text.
       protocol: "grpc" or "http"; for logs.
       method: the method or path that the client called; for logs.
       trace: headers of the client's trace (W3C), lower-case.
-      spelling: the client's names of "prompt", "n" and fields of `params`, where they differ from ours.
-      matchers: the constraint of `params`, compiled for each sequence; `Frontend.constrain` sets it.
+      spelling: the client's names of "prompt", "n" and fields of `params`, where they differ from
+        ours.
+      matchers: the constraint of `params`, compiled for each sequence; `Frontend.constrain` sets
+        it.
       caller: the client that sent the request; see `caller`.
-      arrival: `time.monotonic()` at which its call, or its message in a stream of requests, arrived.
+      arrival: `time.monotonic()` at which its call, or its message in a stream of requests,
+        arrived.
     """
 
     request_id: str
@@ -64,7 +70,8 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Finish:
-    """How a sequence ended: "stop" (by `stop_reason`: a token id or a stop string), "length", "abort".
+    """How a sequence ended: "stop" (by `stop_reason`: a token id or a stop string), "length",
+    "abort".
 
     A sequence that fails ends its whole request with a `ServiceError` instead.
     """
@@ -79,10 +86,11 @@ class Finish:
 class Delta:
     """New output of a sequence since the last delta of the same `index`.
 
-    If a stop string ended the text, `tokens` include the token that completed it, and `text` excludes it.
-    `reasoning` is the reasoning of a chat model, `calls` are its complete tool calls; `text` includes neither.
-    `order` is that of `ReplyPart`.
-    The first delta of a sequence has `prompt_logprobs`, if they were asked for. `rounds` are the rounds that made `tokens`; prefill made the first token of a sequence.
+    If a stop string ended the text, `tokens` include the token that completed it, and `text`
+    excludes it. `reasoning` is the reasoning of a chat model, `calls` are its complete tool calls;
+    `text` includes neither. `order` is that of `ReplyPart`. The first delta of a sequence has
+    `prompt_logprobs`, if they were asked for. `rounds` are the rounds that made `tokens`; prefill
+    made the first token of a sequence.
     """
 
     index: int
@@ -104,7 +112,8 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Counts over all sequences of a request, also of those cut short; times in seconds from its arrival.
+    """Counts over all sequences of a request, also of those cut short; times in seconds from its
+    arrival.
 
     `cached_tokens` are the prompt tokens that the prefix cache had for the first sequence.
     """
@@ -216,14 +225,15 @@ class _Sequence:
 
 
 class Stream:
-    """Output of an open request: an asynchronous iterator of `Delta`. Leaving its context ends the request.
+    """Output of an open request: an asynchronous iterator of `Delta`. Leaving its context ends the
+    request.
 
     Made by `Frontend.open`.
 
     Attributes:
       n: sequences, within the limits of engine and server.
-      code: how the request ended: OK, CANCELLED if the client left, DEADLINE_EXCEEDED if it did so at its deadline,
-        or the error's code; None while it is open.
+      code: how the request ended: OK, CANCELLED if the client left, DEADLINE_EXCEEDED if it did so
+        at its deadline, or the error's code; None while it is open.
       arrival, first_token, end: `time.monotonic()`.
     """
 
@@ -244,7 +254,9 @@ class Stream:
         self.first_token: float | None = None
         self.end: float | None = None
         self.cached_tokens = 0
-        """Prompt tokens that the prefix cache had for the first sequence; known with its first token."""
+        """Prompt tokens that the prefix cache had for the first sequence; known with its first
+        token.
+        """
         self.requests: list[Ended] = []
         """How the sequences ended that have ended in the engine."""
         self._end, self._on_close = end, on_close
@@ -321,7 +333,9 @@ class Stream:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """How the sequences of a closed stream ended. Those that the engine has not returned were aborted, or failed with it."""
+        """How the sequences of a closed stream ended. Those that the engine has not returned were
+        aborted, or failed with it.
+        """
         reasons = [request.finish_reason for request in self.requests]
         refusals = (Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED)
         if self.code is None or (self.code in refusals and self.first_token is None):
@@ -368,8 +382,8 @@ class Stream:
     def _is_late(self) -> bool:
         """Whether the client has left because its own deadline passed.
 
-        Its clock begins before ours, and gRPC rounds what is left up to three digits: the call ends before the
-        deadline that the server sees.
+        Its clock begins before ours, and gRPC rounds what is left up to three digits: the call ends
+        before the deadline that the server sees.
         """
         deadline = self.ask.deadline
         if deadline is None:

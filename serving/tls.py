@@ -29,7 +29,8 @@ class Certificates:
       client_ca: PEM file of authorities; clients must then present a certificate of one of them.
 
     Raises:
-      ConfigError: a file cannot be read or holds no PEM, or the key does not belong to the certificate.
+      ConfigError: a file cannot be read or holds no PEM, or the key does not belong to the
+        certificate.
     """
 
     def __init__(self, cert: str, key: str, client_ca: str | None = None):
@@ -49,8 +50,9 @@ class Certificates:
     def context(self) -> ssl.SSLContext:
         """An SSL context with the newest files, for one connection that was just accepted.
 
-        A context owns the keys of its session tickets, so a ticket of older files resumes no session: its client
-        would not show a certificate again, which may be of an authority that was removed.
+        A context owns the keys of its session tickets, so a ticket of older files resumes no
+        session: its client would not show a certificate again, which may be of an authority that
+        was removed.
         """
         return self._files.value().context
 

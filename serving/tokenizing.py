@@ -1,4 +1,6 @@
-"""Converts prompts to token ids: too long prompts are refused first, long ones are tokenised in threads."""
+"""Converts prompts to token ids: too long prompts are refused first, long ones are tokenised in
+threads.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +16,8 @@ from serving.limits import Limits
 from serving.memory import MemoryReturn
 
 _SHORT = 4096
-"""Most characters that are tokenised in the event loop, in about 2 ms; longer texts get a thread."""
+"""Most characters that are tokenised in the event loop, in about 2 ms; longer texts get a thread.
+"""
 _SHORT_CHAT = 64  # messages
 _CHARS_OF_OTHERS = 8  # of a number, true, false or null
 _MAX_WAITING = 64  # long prompts
@@ -75,8 +78,8 @@ class Encoder:
         """Token ids of a prompt. `special` adds the tokenizer's special tokens.
 
         Raises:
-          ServiceError: the model has no tokenizer; the text is too long or not valid; too many long texts
-            wait.
+          ServiceError: the model has no tokenizer; the text is too long or not valid; too many long
+            texts wait.
         """
         tokenizer = self._required(field)
         self._check_size(len(text), field, self.max_chars)
@@ -138,7 +141,9 @@ class Encoder:
         return name() if len(tokens) <= _SHORT else await self._long.run(name)
 
     def prepare(self) -> asyncio.Future:
-        """Starts to load the chat template, which takes seconds; chats wait for it. Returns its end."""
+        """Starts to load the chat template, which takes seconds; chats wait for it. Returns its
+        end.
+        """
         has_chats = self._tokenizer is not None
         return asyncio.ensure_future(
             self._chats.run(self._tokenizer.prepare_chat) if has_chats else asyncio.sleep(0)
@@ -188,7 +193,9 @@ class Encoder:
 
 
 def _known_role(message: Mapping[str, object], template: str) -> Mapping[str, object]:
-    """OpenAI's role developer is system where a template does not know it: many templates drop such messages."""
+    """OpenAI's role developer is system where a template does not know it: many templates drop such
+    messages.
+    """
     if message.get("role") != "developer" or "developer" in template:
         return message
     return {**message, "role": "system"}
@@ -197,8 +204,8 @@ def _known_role(message: Mapping[str, object], template: str) -> Mapping[str, ob
 def _without_loss(
     render: Callable[[list[Mapping[str, object]]], str], messages: Sequence[Mapping[str, object]]
 ) -> str:
-    """The text of a conversation. Agents send rules as later messages of the system, which some templates refuse and
-    some leave out, as GPT-OSS's does: these messages become the user's."""
+    """The text of a conversation. Agents send rules as later messages of the system, which some
+    templates refuse and some leave out, as GPT-OSS's does: these messages become the user's."""
     later = [one.get("role") in ("system", "developer") for one in messages[1:]]
     try:
         text = render(list(messages))

@@ -9,7 +9,8 @@ from serving.json_input import check_sizes, parse_object
 from serving.limits import Limits
 
 NO_FORMAT = (
-    "this model's chat template has no known format of calls; the server's operator may choose one with "
+    "this model's chat template has no known format of calls; the server's operator may choose "
+    "one with "
     "--reply-format"
 )
 NOT_BESIDE_TOOLS = (
@@ -37,7 +38,9 @@ def tool(name: str, description: str | None, parameters: dict | None) -> dict:
 
 
 def loose(tools: Iterable[dict], *, strict: Collection[str] = ()) -> list[dict]:
-    """The tools for a grammar of calls: those that are not strict take any JSON object as arguments."""
+    """The tools for a grammar of calls: those that are not strict take any JSON object as
+    arguments.
+    """
     free = lambda name: {"type": "function", "function": {"name": name}}
     named = ((one, one["function"]["name"]) for one in tools)
     return [one if name in strict else free(name) for one, name in named]
@@ -58,9 +61,11 @@ def refuse_equal_names(tools: Iterable[dict], *, field: str) -> None:
 
 
 class Arguments:
-    """Parses JSON objects within a request, such as the arguments of calls: chat templates take objects.
+    """Parses JSON objects within a request, such as the arguments of calls: chat templates take
+    objects.
 
-    All objects of a request together have the bounds of one JSON text, and the number of characters of a prompt.
+    All objects of a request together have the bounds of one JSON text, and the number of characters
+    of a prompt.
     """
 
     def __init__(self, limits: Limits):
@@ -80,7 +85,8 @@ class Arguments:
         """A JSON object.
 
         Raises:
-          ServiceError: INVALID_ARGUMENT; the text is not a JSON object, or the objects so far are too large.
+          ServiceError: INVALID_ARGUMENT; the text is not a JSON object, or the objects so far are
+            too large.
         """
         self._num_chars += len(text)
         most = self._limits.max_prompt_chars

@@ -1,4 +1,5 @@
-"""OpenTelemetry spans: one a request, child of the client's span, written when the request has ended.
+"""OpenTelemetry spans: one a request, child of the client's span, written when the request has
+ended.
 
 Needs the extra `tracing`, which is imported only if spans are wanted.
 """

@@ -1,7 +1,7 @@
 """Splits long work on the event loop into pieces, between which the loop serves other requests.
 
-A thread would not help: its Python code holds the global interpreter lock for 5 ms at a time, and the event loop
-would wait as long for each of its callbacks.
+A thread would not help: its Python code holds the global interpreter lock for 5 ms at a time, and
+the event loop would wait as long for each of its callbacks.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """Files that are read again when they change.
 
-An invalid replacement is ignored: the last valid content stays in use, and the log says what is wrong.
+An invalid replacement is ignored: the last valid content stays in use, and the log says what is
+wrong.
 """
 
 import logging
@@ -18,7 +19,8 @@ class WatchedFiles[T]:
 
     Args:
       what: name of the files, for the log.
-      paths: `read` is called again when one of them is replaced, rewritten, or a link to another file.
+      paths: `read` is called again when one of them is replaced, rewritten, or a link to another
+        file.
       read: reads all files; raises `ConfigError` if they are invalid.
 
     Raises:

@@ -4,9 +4,9 @@
     submit, abort -> mailbox ------>   between two calls: take all mail, then engine.step()
     deliver(batch of events) <------   one call_soon_threadsafe per call, whatever its size
 
-A call of light models has several rounds. Mail is read between calls, so an abort frees its pages within one. If requests have ended and the queue
-is empty, the worker waits a short time for the next requests of the same clients. The device computes the
-dispatched round meanwhile.
+A call of light models has several rounds. Mail is read between calls, so an abort frees its pages
+within one. If requests have ended and the queue is empty, the worker waits a short time for the
+next requests of the same clients. The device computes the dispatched round meanwhile.
 """
 
 import asyncio
@@ -47,7 +47,8 @@ _LONGEST_PAUSE = 1.5
 
 
 class RunClock:
-    """Seconds that this process has run since the clock was made. Any thread may read it; one must, every second.
+    """Seconds that this process has run since the clock was made. Any thread may read it; one must,
+    every second.
 
     Args:
       clock: a clock that goes on while the process does not run.
@@ -69,7 +70,9 @@ class RunClock:
 _log = logging.getLogger(__name__)
 _LOG_SECONDS = 5.0
 _PATIENCE = 0.25
-"""Longest wait for new requests, as a share of a round; the rest of the round is for planning the next."""
+"""Longest wait for new requests, as a share of a round; the rest of the round is for planning the
+next.
+"""
 
 
 _TIME_IDLE = ("time idle",)
@@ -106,8 +109,8 @@ class EngineWorker:
 
     Args:
       engine: not yet warm; the worker owns it from `start` on.
-      waits_for_all: whether requests are served once all programs are loaded; else once the largest batch is
-        compiled, and the others compile beside requests.
+      waits_for_all: whether requests are served once all programs are loaded; else once the largest
+        batch is compiled, and the others compile beside requests.
       before_ready: called in the engine's thread when it is warm, before requests can be served.
     """
 
@@ -157,8 +160,8 @@ class EngineWorker:
         """Starts the thread, which compiles first.
 
         Args:
-          call: calls a function with its arguments for the listener, from the engine's thread; None: in the event
-            loop of the caller.
+          call: calls a function with its arguments for the listener, from the engine's thread;
+            None: in the event loop of the caller.
         """
         if call is None:
             call = _caller(asyncio.get_running_loop())
@@ -190,7 +193,8 @@ class EngineWorker:
         """Ends the thread after its round.
 
         Returns:
-          Whether both threads ended within `timeout` seconds: the engine's, and the one that compiles.
+          Whether both threads ended within `timeout` seconds: the engine's, and the one that
+          compiles.
         """
         self._is_stopping = True
         done = threading.Event()
@@ -208,7 +212,8 @@ class EngineWorker:
                 if self._is_stopping:
                     return
             else:
-                # The largest batch serves any number of requests, so clients do not wait for the others.
+                # The largest batch serves any number of requests, so clients do not wait for the
+                # others.
                 self._engine.warm_up(sizes=self._engine.config.batch_buckets[-1:])
             self._busy_since = self._clock.now()
             runs.first_rounds(self._engine)

@@ -1,7 +1,8 @@
 """Operations outside of `jax.jit` that only move or widen numbers, done by numpy.
 
-Jax compiles a program for each operation and each shape, which takes 10 to 20 ms. Tests, references of kernels
-and readers of checkpoints ask for thousands. The results here have the same bits, dtypes and devices.
+Jax compiles a program for each operation and each shape, which takes 10 to 20 ms. Tests, references
+of kernels and readers of checkpoints ask for thousands. The results here have the same bits, dtypes
+and devices.
 """
 
 import contextlib
@@ -33,7 +34,9 @@ _WIDENED = {
     }.items()
     for new in names
 }
-"""Conversions of which numpy and XLA agree in every bit: none from a float to a whole number or to fp8."""
+"""Conversions of which numpy and XLA agree in every bit: none from a float to a whole number or to
+fp8.
+"""
 
 
 def _stage(x):
@@ -139,7 +142,9 @@ def _moved(operation: Primitive, rule: Callable) -> Callable:
 
 @contextlib.contextmanager
 def moved_by_numpy() -> Iterator[None]:
-    """Within the block small arrays of no chosen device are moved by numpy. Nothing changes under `jax.jit`."""
+    """Within the block small arrays of no chosen device are moved by numpy. Nothing changes under
+    `jax.jit`.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for operation, rule in _RULES.items():
             patch.setattr(operation, "impl", _moved(operation, rule))
@@ -148,7 +153,9 @@ def moved_by_numpy() -> Iterator[None]:
 
 @contextlib.contextmanager
 def moved_by_jax() -> Iterator[None]:
-    """Within the block, which may lie in one of `moved_by_numpy`, jax compiles every operation, as for users."""
+    """Within the block, which may lie in one of `moved_by_numpy`, jax compiles every operation, as
+    for users.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.eager._is_paused", True)
         yield

@@ -1,7 +1,8 @@
-"""Writes GGUF files of the golden checkpoints as llama.cpp's converter does, with the writer of the package `gguf`.
+"""Writes GGUF files of the golden checkpoints as llama.cpp's converter does, with the writer of the
+package `gguf`.
 
-The names of tensors are those that the package maps transformers' names to, so neither names nor orders
-here come from `peagle_jax.checkpoint`.
+The names of tensors are those that the package maps transformers' names to, so neither names nor
+orders here come from `peagle_jax.checkpoint`.
 """
 
 import json
@@ -48,7 +49,8 @@ def write_golden(
     """Writes the golden checkpoint `name`.
 
     Args:
-      matrices: their type, by default that of the checkpoint; vectors, biases and routers are float32.
+      matrices: their type, by default that of the checkpoint; vectors, biases and routers are
+        float32.
       change: edits the tensors, float32 by their GGUF names; packed MXFP4 is uint8.
       meta: adds further metadata.
       vocab_size: rows of the embedding and of lm_head, zeros after those of the checkpoint.
@@ -161,7 +163,9 @@ def gpt_oss_split(source: Tensors) -> Tensors:
 
 
 def mxfp4_blocks(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Blocks of 17 bytes [E, R, 17 C / 32], one number after the other as ggml's struct defines them."""
+    """Blocks of 17 bytes [E, R, 17 C / 32], one number after the other as ggml's struct defines
+    them.
+    """
     numbers = np.zeros((*scales.shape, 32), np.uint8)
     for i in range(32):
         numbers[..., i] = values[..., i // 2] >> (4 * (i % 2)) & 15

@@ -1,7 +1,8 @@
-"""Schemas of the JSON Schema Test Suite: draft 2020-12 with its optional tests, and what draft 7 adds.
+"""Schemas of the JSON Schema Test Suite: draft 2020-12 with its optional tests, and what draft 7
+adds.
 
-The file has each distinct schema once, those that the server enforces with their invalid instances. Without: draft
-7's tests of references, whose rules draft 2020-12 has changed.
+The file has each distinct schema once, those that the server enforces with their invalid instances.
+Without: draft 7's tests of references, whose rules draft 2020-12 has changed.
 """
 
 import json

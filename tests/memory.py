@@ -1,4 +1,6 @@
-"""Folders without a disk behind them: conversion calls fsync, which takes half of its tests' time on a disk."""
+"""Folders without a disk behind them: conversion calls fsync, which takes half of its tests' time
+on a disk.
+"""
 
 import contextlib
 import shutil

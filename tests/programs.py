@@ -39,7 +39,9 @@ class OneBucketConfig(EngineConfig):
 
 
 def _programs_of(target, drafter, config, taps, accept) -> dict:
-    """The programs of engines with these shapes and static values, which the first of them compiles."""
+    """The programs of engines with these shapes and static values, which the first of them
+    compiles.
+    """
     leaves, structure = jax.tree.flatten((target, drafter))
     shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
     # What only the host reads does not distinguish programs.

@@ -1,8 +1,8 @@
 """`jax.random.normal` outside of `jax.jit`, compiled for few shapes.
 
-Jax compiles it again for each shape, which takes 40 ms, and tests draw hundreds of shapes. The number at
-flat index i depends on the key and on i alone (`jax_threefry_partitionable`), so a longer row begins with
-the same numbers.
+Jax compiles it again for each shape, which takes 40 ms, and tests draw hundreds of shapes. The
+number at flat index i depends on the key and on i alone (`jax_threefry_partitionable`), so a longer
+row begins with the same numbers.
 """
 
 import math

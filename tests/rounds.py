@@ -35,8 +35,9 @@ def accept_text(text: jax.Array):
 class Rig:
     """B sequences, one per slot, with pages of their own scattered over the pool.
 
-    `text` [B, L] holds what each sequence says; drafting may look up to J + 1 positions past L, where
-    the text is taken to be zeros. With `greedy` the target decides after all, at temperature 0.
+    `text` [B, L] holds what each sequence says; drafting may look up to J + 1 positions past L,
+    where the text is taken to be zeros. With `greedy` the target decides after all, at temperature
+    0.
     """
 
     target: Decoder
@@ -115,10 +116,11 @@ class Rig:
     def round(
         self, state: step.State, accepted, *, right=None, rows=None, num_draft=None, pending=None
     ):
-        """One round of K = `num_draft` (J) in which `accepted` [B] drafts of each sequence may survive.
+        """One round of K = `num_draft` (J) in which `accepted` [B] drafts of each sequence may
+        survive.
 
-        The first `right` drafts say what the text says, the others do not; without it, those that may
-        survive are right. Only the first `pending` (J) of them are proposals.
+        The first `right` drafts say what the text says, the others do not; without it, those that
+        may survive are right. Only the first `pending` (J) of them are proposals.
         """
         drafter = self.drafter
         if num_draft is not None:

@@ -8,12 +8,14 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-# Threads of XLA. Mosaic's interpreter blocks one for each warpgroup that waits, in clusters of up to eight blocks with two.
+# Threads of XLA. Mosaic's interpreter blocks one for each warpgroup that waits, in clusters of up
+# to eight blocks with two.
 os.environ.setdefault("NPROC", "24")
 CHEAP = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_parallel_codegen_split_count=1"  # the workers keep the cores busy; parts cost more
-    # XLA's newer code generator lowers each fusion through MLIR: it takes twice the time to compile.
+    # XLA's newer code generator lowers each fusion through MLIR: it takes twice the time to
+    # compile.
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
 """XLA's flags for programs that run for milliseconds."""
@@ -22,12 +24,12 @@ _FLAGS = f"{CHEAP} --xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# A suite started in the background of a script ignores SIGINT, and so would every process that a test
-# starts and interrupts. A handler, unlike SIG_IGN, is not inherited.
+# A suite started in the background of a script ignores SIGINT, and so would every process that a
+# test starts and interrupts. A handler, unlike SIG_IGN, is not inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tracing makes many objects that live long. Python's default would search them for garbage 70 times as
-# often, in a tenth of the suite's time.
+# Tracing makes many objects that live long. Python's default would search them for garbage 70 times
+# as often, in a tenth of the suite's time.
 gc.set_threshold(50_000, 20, 20)
 
 import pytest  # noqa: E402 (after the flags)
@@ -36,8 +38,8 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """Equal programs of different tests, workers and processes that tests start compile once, however
-    small. JAX_COMPILATION_CACHE_DIR keeps them for the next run."""
+    """Equal programs of different tests, workers and processes that tests start compile once,
+    however small. JAX_COMPILATION_CACHE_DIR keeps them for the next run."""
     import jax
 
     folder = str(tmp_path_factory.getbasetemp().parent / "jax-cache")
@@ -49,8 +51,9 @@ def compilation_cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def programs_of_commands_forgotten():
-    """A command that a test runs in this process keeps programs on disk. Engines of later tests do not load
-    them: tests replace functions of the step, of which the name of a file knows nothing."""
+    """A command that a test runs in this process keeps programs on disk. Engines of later tests do
+    not load them: tests replace functions of the step, of which the name of a file knows nothing.
+    """
     yield
     if stored := sys.modules.get("peagle_jax.engine.device.stored_programs"):
         stored.keep_in(None)
@@ -58,8 +61,8 @@ def programs_of_commands_forgotten():
 
 @pytest.fixture(scope="session", autouse=True)
 def few_threads():
-    """The workers keep the cores busy: more threads that trace at once take a tenth more time, as they
-    wait for Python's lock."""
+    """The workers keep the cores busy: more threads that trace at once take a tenth more time, as
+    they wait for Python's lock."""
     from peagle_jax.engine.device import programs
 
     with pytest.MonkeyPatch.context() as patch:
@@ -89,8 +92,8 @@ def eager_moves():
 
 
 MOST_MAPS = 7000
-"""Most memory maps of a process with which its compiled programs stay for the next file of tests. Those
-of a tiny engine take about 400 maps and 80 MB."""
+"""Most memory maps of a process with which its compiled programs stay for the next file of tests.
+Those of a tiny engine take about 400 maps and 80 MB."""
 
 
 MAPS_OF_A_PROCESS = 65_530
@@ -105,7 +108,9 @@ def num_maps() -> int:
 
 
 MOST_NEW_MAPS = 3000
-"""Most maps more than the last search for garbage has left. What is still in use stays whatever is searched."""
+"""Most maps more than the last search for garbage has left. What is still in use stays whatever is
+searched.
+"""
 
 _left = 0  # maps after that search
 
@@ -113,8 +118,9 @@ _left = 0  # maps after that search
 @pytest.fixture(scope="module", autouse=True)
 def programs_forgotten():
     """Drops compiled programs once there are many: a process may hold 65,530 memory maps, and every
-    small kernel of a program takes some. Past that bound LLVM crashes. What is freed goes back to the
-    system. A search for garbage takes up to a second of a large process, so only many new programs start one."""
+    small kernel of a program takes some. Past that bound LLVM crashes. What is freed goes back to
+    the system. A search for garbage takes up to a second of a large process, so only many new
+    programs start one."""
     import jax
 
     from serving.memory import c_library_trim
@@ -135,7 +141,9 @@ def programs_forgotten():
 
 @pytest.fixture(scope="module")
 def shared_programs():
-    """Engines of a file that are equal but for weights share their programs, see `tests.programs.shared`."""
+    """Engines of a file that are equal but for weights share their programs, see
+    `tests.programs.shared`.
+    """
     from tests import programs
 
     with programs.shared():
@@ -170,18 +178,39 @@ OTHER_SUITE = "(slow or randomised) and not exhaustive"
 """Markers of the tests that `.ci/run` runs after the default suite."""
 
 LONGEST = (
-    "test_parallel_engine.py", "test_notebooks.py", "test_parallel_sampling.py",
-    "test_structured.py", "test_mixed_features.py", "test_damage.py",
-    "test_recipe.py", "test_losslessness.py", "test_families.py", "test_generate.py",
-    "test_moe_mosaic.py", "test_golden_families.py", "test_serve_process.py",
-    "test_serve_load.py", "test_adaptive_rounds.py", "test_decode_step.py", "test_lossless.py",
-    "test_prefix_caching.py", "test_not_finite.py", "test_sweeps.py", "test_golden_heads.py",
-    "test_verify_attention_mosaic.py", "test_faults.py", "test_engine.py",
-    "test_embedded.py", "test_share_loading.py",
-)  # fmt: skip
-"""Files that come first. A worker takes whole files: a long one at the end would leave the others idle."""
+    "test_parallel_engine.py",
+    "test_notebooks.py",
+    "test_parallel_sampling.py",
+    "test_structured.py",
+    "test_mixed_features.py",
+    "test_damage.py",
+    "test_recipe.py",
+    "test_losslessness.py",
+    "test_families.py",
+    "test_generate.py",
+    "test_moe_mosaic.py",
+    "test_golden_families.py",
+    "test_serve_process.py",
+    "test_serve_load.py",
+    "test_adaptive_rounds.py",
+    "test_decode_step.py",
+    "test_lossless.py",
+    "test_prefix_caching.py",
+    "test_not_finite.py",
+    "test_sweeps.py",
+    "test_golden_heads.py",
+    "test_verify_attention_mosaic.py",
+    "test_faults.py",
+    "test_engine.py",
+    "test_embedded.py",
+    "test_share_loading.py",
+)
+"""Files that come first. A worker takes whole files: a long one at the end would leave the others
+idle.
+"""
 
-# On a busy machine hypothesis may take more than its second for the first examples, and fail the test.
+# On a busy machine hypothesis may take more than its second for the first examples, and fail the
+# test.
 settings.register_profile("any speed", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
 
@@ -190,7 +219,9 @@ TOGETHER = ("tests/serving", "tests/kernels", "tests/bench", "tests/checkpoint",
 """Folders whose files share programs, the longest first."""
 
 FEW_WORKERS = 4
-"""Most workers of which one takes all files of a folder in `TOGETHER`. Of more, the others would wait for it."""
+"""Most workers of which one takes all files of a folder in `TOGETHER`. Of more, the others would
+wait for it.
+"""
 
 
 def scope_of(file: str, num_workers: int) -> str:
@@ -200,15 +231,19 @@ def scope_of(file: str, num_workers: int) -> str:
 
 
 def group_of(nodeid: str) -> str:
-    """What one worker runs whole with `--dist loadgroup`: the tests with the same parameter "@name", or one test."""
+    """What one worker runs whole with `--dist loadgroup`: the tests with the same parameter
+    "@name", or one test.
+    """
     found = re.search(r"@\w+", nodeid)
     return found[0] if found else nodeid
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """For `--dist loadfile`: with few workers, the files of a folder in `TOGETHER` go to one of them.
+    """For `--dist loadfile`: with few workers, the files of a folder in `TOGETHER` go to one of
+    them.
 
-    For `--dist loadgroup`: `group_of`. With pytest 9.2, pytest-xdist 3.8 ignores its own mark `xdist_group`.
+    For `--dist loadgroup`: `group_of`. With pytest 9.2, pytest-xdist 3.8 ignores its own mark
+    `xdist_group`.
     """
     from xdist.scheduler import LoadFileScheduling, LoadGroupScheduling
 
@@ -228,8 +263,8 @@ def pytest_configure(config):
     """Without a file, folder or -m, pytest runs the default suite: all tests but the slow ones."""
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
     if getattr(config.option, "maxworkerrestart", None) is None:
-        # After a crash pytest-xdist would hand finished files to the new worker too, and wait for them
-        # for ever. Without a new worker the run ends and names the test that crashed.
+        # After a crash pytest-xdist would hand finished files to the new worker too, and wait for
+        # them for ever. Without a new worker the run ends and names the test that crashed.
         config.option.maxworkerrestart = "0"
     is_default = config.args_source is not pytest.Config.ArgsSource.ARGS
     if is_default and not config.option.markexpr:
@@ -242,9 +277,10 @@ def pytest_collection_modifyitems(config, items):
 
     Marks randomised tests, which take their number of cases from `num_cases`, and slow cases.
 
-    Of a test marked `sampled(n, slow=m)`, n cases spread over its parameters stay in the default suite.
-    Of the others, which are slow, m have as many new values of parameters as possible; the remaining
-    ones are exhaustive. Without `slow=` all others are only slow. Exhaustive tests are slow too.
+    Of a test marked `sampled(n, slow=m)`, n cases spread over its parameters stay in the default
+    suite. Of the others, which are slow, m have as many new values of parameters as possible; the
+    remaining ones are exhaustive. Without `slow=` all others are only slow. Exhaustive tests are
+    slow too.
     """
     num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
     first = {name: place for place, name in enumerate(TOGETHER + LONGEST)}
@@ -276,8 +312,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def covering(items: list, others: list, number: int) -> list:
-    """At most `number` of `items`: each time one with most values of parameters that no chosen item or
-    other has, and of these one whose values are rarest among them."""
+    """At most `number` of `items`: each time one with most values of parameters that no chosen item
+    or other has, and of these one whose values are rarest among them."""
 
     def values(item) -> set:
         params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -294,7 +330,9 @@ def covering(items: list, others: list, number: int) -> list:
 
 
 def pytest_collection_finish():
-    """What imports and collection have made lives as long as the process: no search for garbage visits it."""
+    """What imports and collection have made lives as long as the process: no search for garbage
+    visits it.
+    """
     gc.collect()
     gc.freeze()
 
@@ -306,7 +344,8 @@ def pytest_sessionfinish():
 
 @pytest.fixture
 def num_cases(request, record_property):
-    """`num_cases("damaged checkpoints", 3000)` returns how many cases to try: --cases, or the default.
+    """`num_cases("damaged checkpoints", 3000)` returns how many cases to try: --cases, or the
+    default.
 
     The default suite tries a tenth of the default, but 10 or more; fewer defaults stay as they are.
     A statistical test names the least number with which its bounds hold: `least=3000`.

@@ -1,5 +1,5 @@
-"""K chosen at run time by an engine on the device: texts stay the target's own while K changes between
-any two rounds, and nothing compiles."""
+"""K chosen at run time by an engine on the device: texts stay the target's own while K changes
+between any two rounds, and nothing compiles."""
 
 import itertools
 import random
@@ -46,7 +46,8 @@ def walk(
 
     `step` runs a step of the engine and returns the K of its round.
 
-    Returns the requests, whose ids are (prompt, number), and the pairs of K that followed each other.
+    Returns the requests, whose ids are (prompt, number), and the pairs of K that followed each
+    other.
     """
     texts, most = prompts(), engine.config.num_draft
     todo = [(i % len(texts), i) for i in range(2 * len(texts))]

@@ -1,4 +1,6 @@
-"""Adjusted logits against their definition in NumPy, and the distribution of the tokens that `verify` emits."""
+"""Adjusted logits against their definition in NumPy, and the distribution of the tokens that
+`verify` emits.
+"""
 
 from functools import partial
 
@@ -228,9 +230,15 @@ def test_emitted_tokens_have_the_law_of_the_adjusted_target(kind, mode, num_case
     B = num_cases("sampled rounds against the adjusted law", 20_000, least=20_000)
     rng = np.random.default_rng(3)
     plan, one = controls_plan(
-        0, rng, 6, bias={3: 1.5, 4: -np.inf, 9: -2.0}, base=0.0, min_tokens=8, presence=1.1,
+        0,
+        rng,
+        6,
+        bias={3: 1.5, 4: -np.inf, 9: -2.0},
+        base=0.0,
+        min_tokens=8,
+        presence=1.1,
         ends=np.arange(10, 14),
-    )  # fmt: skip
+    )
     if kind == "mask":
         one |= dict(bias={}, min_tokens=0, repetition=1, frequency=0, presence=0)
     controls = filled(init_controls(2, V), plan)
@@ -281,7 +289,9 @@ def check_law(observed: np.ndarray, expected: np.ndarray) -> None:
 
 
 def test_counts_stop_at_their_bound_however_many_tokens_a_round_has():
-    """Four tokens in one round, and in four: the penalties of plain decoding and of rounds with drafts are equal."""
+    """Four tokens in one round, and in four: the penalties of plain decoding and of rounds with
+    drafts are equal.
+    """
     full = init_controls(1, V)
     full = full._replace(counts=full.counts.at[0, 3].set(_MOST - 2))
     slots, adjusts = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)

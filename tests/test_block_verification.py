@@ -93,7 +93,9 @@ def token_accepted(p_tree, q_tree, size: int, num_draft: int) -> float:
 
 @pytest.mark.parametrize("num_draft", [0, 1, 2, 3])
 def test_block_verification_has_exactly_the_targets_joint_law(num_draft, num_cases):
-    """Every path of drafts of random drafters, whose law may depend on the drafts before (3 tokens)."""
+    """Every path of drafts of random drafters, whose law may depend on the drafts before (3
+    tokens).
+    """
     size, most = 3, 3
     rng = np.random.default_rng(num_draft)
     gains = []
@@ -133,7 +135,9 @@ def test_blocks_and_tokens_agree_for_greedy_rows_and_for_argmax_drafts():
 
 
 def test_each_round_has_uniforms_of_its_own():
-    """How a block ends depends on the uniforms of later positions too, which a later round tests again."""
+    """How a block ends depends on the uniforms of later positions too, which a later round tests
+    again.
+    """
     keys, positions = request_keys(params(1)), jnp.arange(8)[None]
     rounds = [block_uniforms(keys, positions, jnp.array([newest])) for newest in (3, 4, 3)]
     assert (rounds[0] != rounds[1]).all()
@@ -155,7 +159,9 @@ def test_a_block_without_drafts_is_a_token_of_the_target():
 
 
 def test_drafts_behind_one_without_a_law_count_as_none():
-    """The law of draft 2 is NaN, as where a drafter's logits are not finite: the outcome is that of one draft."""
+    """The law of draft 2 is NaN, as where a drafter's logits are not finite: the outcome is that of
+    one draft.
+    """
     rng = np.random.default_rng(4)
     p_tree, q_tree = (random_tree(rng, 4, depth) for depth in (3, 2))
     q_tree = [q_tree[0], np.full_like(q_tree[1], np.nan), np.full_like(q_tree[2], np.nan)]

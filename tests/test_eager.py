@@ -34,7 +34,7 @@ OPERATIONS = {
     "scalar": lambda x: jnp.asarray(2.5) * jnp.asarray(x),
     "iota": lambda x: jax.lax.broadcasted_iota(jnp.int32, (2, 3), 1),
     "arange": lambda x: jnp.arange(3, dtype=jnp.float32),
-}  # fmt: skip
+}
 
 
 @pytest.mark.sampled(30)

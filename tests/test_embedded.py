@@ -1,4 +1,6 @@
-"""The embedded model with the default options: both heads are lossless and have a useful acceptance length."""
+"""The embedded model with the default options: both heads are lossless and have a useful acceptance
+length.
+"""
 
 import functools
 

@@ -1,4 +1,5 @@
-"""P-EAGLE and EAGLE-3 heads against speculators: logits when serving, logits and losses in training.
+"""P-EAGLE and EAGLE-3 heads against speculators: logits when serving, logits and losses in
+training.
 
 The drafter's logits are seen through `draft_sampling="sample"`: at temperature 1 the proposal's
 probabilities are their softmax.

@@ -180,7 +180,9 @@ def test_output_is_unchanged_by_preemption(target, naive, method):
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("method", ["selector", "peagle", "none", "eagle3"])
 def test_a_preempted_request_goes_on_as_if_it_had_stayed(target, method):
-    """Sampled tokens and counts too: both programs draw the same tokens and make the same next drafts."""
+    """Sampled tokens and counts too: both programs draw the same tokens and make the same next
+    drafts.
+    """
     head, num_draft = (None, 0) if method == "none" else (tiny.head(method), 3)
     params = [SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=i) for i in range(8)]
     results = []
@@ -232,10 +234,11 @@ def test_bfloat16_differs_only_at_ties(target):
 @pytest.mark.parametrize("drafts", ["block", "sample", "argmax"])
 @pytest.mark.parametrize("method", ["selector", "peagle", "eagle3"])
 def test_sampled_output_has_the_targets_law(method, drafts, num_cases):
-    """Joint law of the first three tokens after a prompt, vocabulary 4, against exact probabilities.
+    """Joint law of the first three tokens after a prompt, vocabulary 4, against exact
+    probabilities.
 
-    6000 requests or more over 64 outcomes; at level 1e-3 a test of this size finds an effect of w = 0.12
-    (a total variation of about 0.05) with a power of 0.99.
+    6000 requests or more over 64 outcomes; at level 1e-3 a test of this size finds an effect of w =
+    0.12 (a total variation of about 0.05) with a power of 0.99.
     """
     small = dict(vocab_size=4)
     target = tiny.target(seed=3, **small)
@@ -243,10 +246,17 @@ def test_sampled_output_has_the_targets_law(method, drafts, num_cases):
     temperature, prompt = 4.0, [2, 3, 3, 0, 1]
     count = num_cases("sampled texts against the target's law", 6000, least=6000)
     config = EngineConfig(
-        num_draft=2, max_num_seqs=64, max_model_len=16, page_size=4, prefill_chunk=8,
-        prefill_rows=16, draft_sampling="argmax" if drafts == "argmax" else "sample",
-        verify_method="block" if drafts == "block" else "token", max_logprobs=0, max_waiting=count,
-    )  # fmt: skip
+        num_draft=2,
+        max_num_seqs=64,
+        max_model_len=16,
+        page_size=4,
+        prefill_chunk=8,
+        prefill_rows=16,
+        draft_sampling="argmax" if drafts == "argmax" else "sample",
+        verify_method="block" if drafts == "block" else "token",
+        max_logprobs=0,
+        max_waiting=count,
+    )
     engine = one_bucket(Engine(target, head, config))
     params = [SamplingParams(max_tokens=3, temperature=temperature, seed=s) for s in range(count)]
     done = engine.generate([prompt] * count, params)

@@ -10,7 +10,9 @@ from nbclient import NotebookClient
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 MARKS = {"adaptive": pytest.mark.exhaustive, "conversion": pytest.mark.exhaustive}
-"""`tests/engine/test_adaptive.py`, `tests/test_adaptive_rounds.py` and `tests/convert` test what these show."""
+"""`tests/engine/test_adaptive.py`, `tests/test_adaptive_rounds.py` and `tests/convert` test what
+these show.
+"""
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 

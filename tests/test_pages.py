@@ -28,7 +28,8 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 GENERATED = re.compile(r"<!-- bench:([\w-]+) -->\n.*?<!-- /bench:\1 -->", re.DOTALL)
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 MEASURED = re.compile(
-    r"\d ?(ms|us|µs|seconds|minutes|%|tokens/s|tokens per second|tokens per round|[KMG]i?B/s|TB/s)(?!\w)"
+    r"\d ?(ms|us|µs|seconds|minutes|%|tokens/s|tokens per second|tokens per "
+    r"round|[KMG]i?B/s|TB/s)(?!\w)"
     r"|\d (s|min)(?=[,.;:) ])|\d times (faster|slower|plain)|\d\.\d+x"
 )
 COMMIT = re.compile(r"\bcommits?\s[0-9a-f]{7,12}\b", re.IGNORECASE)
@@ -52,7 +53,9 @@ WITH_MEASUREMENTS = (
     "lab/parallel.md",
     "peagle_jax/assets/README.md",
 )
-"""Other pages with measurements. On the rest most times and sizes are limits, rules or calculations."""
+"""Other pages with measurements. On the rest most times and sizes are limits, rules or
+calculations.
+"""
 
 
 @cache
@@ -122,8 +125,16 @@ def test_measurements_name_their_commit(name):
 
 @pytest.mark.parametrize(
     "text",
-    ["takes 3.4 ms", "7 seconds after", "5 % less", "300 tokens/s", "1.5 s later", "2.19 times plain", "AL (1.4x)"],
-)  # fmt: skip
+    [
+        "takes 3.4 ms",
+        "7 seconds after",
+        "5 % less",
+        "300 tokens/s",
+        "1.5 s later",
+        "2.19 times plain",
+        "AL (1.4x)",
+    ],
+)
 def test_a_measurement_is_recognised(text):
     assert MEASURED.search(text)
     assert not MEASURED.search("K = 7 on 164 prompts, Python 3.12, port 8000, 48 layers")

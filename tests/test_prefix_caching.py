@@ -89,7 +89,9 @@ def test_answers_after_a_hit_are_those_of_a_cold_engine(engine, sampling):
 @pytest.mark.parametrize("method", ["none", "peagle", "eagle3", "windowed head"])
 @pytest.mark.parametrize("family", [name for name in tiny.FAMILIES if name != "llama"])
 def test_every_family_answers_alike_cold_and_warm(family, method):
-    """With windows a text is found from where the ring of its slot, or a saved one, holds the window."""
+    """With windows a text is found from where the ring of its slot, or a saved one, holds the
+    window.
+    """
     windows = {"windowed head": dict(sliding_windows=(6, None))}.get(method, {})
     head = tiny.head("peagle" if windows else method, **windows) if method != "none" else None
     target = tiny.target(**tiny.FAMILIES[family])
@@ -110,9 +112,11 @@ def test_every_family_answers_alike_cold_and_warm(family, method):
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("family", ["windowed head", "gpt_oss", "gemma4", "mistral"])
 def test_windows_are_found_where_texts_part(family):
-    """A beginning that others share is saved when the second text leaves it, and found by the third.
+    """A beginning that others share is saved when the second text leaves it, and found by the
+    third.
 
-    The end of a prompt is saved with it: a template may drop the answer's reasoning from the next turn.
+    The end of a prompt is saved with it: a template may drop the answer's reasoning from the next
+    turn.
     """
     of_head = dict(sliding_windows=(6, None)) if family == "windowed head" else {}
     target = tiny.target(**tiny.FAMILIES.get(family, {}))

@@ -100,10 +100,23 @@ def test_drafts_change_no_token(model, tmp_path):
     )
     save_head(tiny.head(**sizes), tmp_path / "head", max_position=8192)
     command = [
-        sys.executable, "-m", "peagle_jax", "--model", str(model), "--drafter", str(tmp_path / "head"),
-        "-K", "3", "--dtype", "float32", "--max-tokens", "24", "--chat", "--compare",
+        sys.executable,
+        "-m",
+        "peagle_jax",
+        "--model",
+        str(model),
+        "--drafter",
+        str(tmp_path / "head"),
+        "-K",
+        "3",
+        "--dtype",
+        "float32",
+        "--max-tokens",
+        "24",
+        "--chat",
+        "--compare",
         *CHATS,
-    ]  # fmt: skip
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "3 outputs are those of plain decoding (float32)" in done.stdout

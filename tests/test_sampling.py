@@ -98,7 +98,9 @@ def test_the_probability_of_one_token_is_that_among_all():
 
 
 def test_the_token_at_the_cutoff_has_its_probability_at_every_temperature():
-    """Divided by some temperatures alone, its scaled logit would be rounded to a value below the cutoff."""
+    """Divided by some temperatures alone, its scaled logit would be rounded to a value below the
+    cutoff.
+    """
     rng = np.random.default_rng(6)
     logits = rng.normal(0, 3, (500, 40)).astype(np.float32)
     temperature = np.exp(rng.normal(0, 0.5, 500)).astype(np.float32)

@@ -135,7 +135,9 @@ def test_random_rules_keep_the_tokens_of_a_sort(num_cases):
 
 
 def test_ties_at_the_border_are_kept_and_count_for_top_p():
-    """Three tokens tie at the border of top-k = 2: the probabilities are a quarter of each, not a half."""
+    """Three tokens tie at the border of top-k = 2: the probabilities are a quarter of each, not a
+    half.
+    """
     row = np.float32([[2, 2, -1, 2, 0, 2]])
     assert kept_rows(row, [(1.0, 2, 1.0, 0.0)]).tolist() == [[True, True, False, True, False, True]]
     row = np.float32([[3, 2, 2, 2, -5, 2]])  # e / (e + 4) is 0.405

@@ -52,8 +52,8 @@ def test_a_walk_follows_the_best_candidate_after_each(num_draft):
 def test_a_sampled_walk_has_the_law_that_it_reports(num_cases):
     """Three positions of three candidates, against the product of the conditional laws.
 
-    20000 walks or more over 27 outcomes; at level 1e-3 a test of this size finds an effect of w = 0.055
-    with a power of 0.99.
+    20000 walks or more over 27 outcomes; at level 1e-3 a test of this size finds an effect of w =
+    0.055 with a power of 0.99.
     """
     count = num_cases("sampled walks against their law", 20_000, least=20_000)
     J, C, temperature = 3, 3, 1.7

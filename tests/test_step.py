@@ -1,4 +1,6 @@
-"""The step between rounds: caches, drafts and counters after any history equal those of a fresh run."""
+"""The step between rounds: caches, drafts and counters after any history equal those of a fresh
+run.
+"""
 
 from dataclasses import replace
 
@@ -19,9 +21,13 @@ from tests.tiny import causal_attention
 J, B, LENGTH = 3, 4, 48
 PROMPTS = np.array([1, 5, 10, 14])
 CONFIG = EngineConfig(
-    num_draft=J, max_num_seqs=B, max_model_len=LENGTH, page_size=4, prefill_chunk=LENGTH,
+    num_draft=J,
+    max_num_seqs=B,
+    max_model_len=LENGTH,
+    page_size=4,
+    prefill_chunk=LENGTH,
     draft_sampling="sample",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module", params=["peagle", "eagle3"])

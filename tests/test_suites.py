@@ -37,8 +37,10 @@ def test_few_cases_have_each_value_of_each_parameter():
 def test_few_workers_take_whole_folders_and_many_take_files():
     assert {scope_of(f"{folder}/test_a.py", 2) for folder in TOGETHER} == set(TOGETHER)
     for file, num_workers in (
-        ("tests/test_a.py", 1), ("tests/engine/test_a.py", 2), ("tests/cli/test_a.py", FEW_WORKERS + 1),
-    ):  # fmt: skip
+        ("tests/test_a.py", 1),
+        ("tests/engine/test_a.py", 2),
+        ("tests/cli/test_a.py", FEW_WORKERS + 1),
+    ):
         assert scope_of(file, num_workers) == file
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 TIE = 0.1
-"""Nats. A float32 logit computed from bfloat16 activations carries an error of a few parts in 2^8 of the largest logit;
-rows of another shape may round it the other way."""
+"""Nats. A float32 logit computed from bfloat16 activations carries an error of a few parts in 2^8
+of the largest logit; rows of another shape may round it the other way."""
 
 
 def assert_parts_only_at_ties(plain: Sequence, others: Sequence) -> None:

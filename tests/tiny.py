@@ -57,44 +57,65 @@ HEAD = DrafterConfig(
 
 ONE_LAYER = dict(num_layers=1)
 HEAD_OF_ONE_LAYER = dict(num_layers=1, num_taps=1, taps=(0,))
-"""Changes of `target` and `head` for tests that are not about the model: they compile in four fifths of the time."""
+"""Changes of `target` and `head` for tests that are not about the model: they compile in four
+fifths of the time.
+"""
 
 FAMILIES = {
     "llama": dict(family="llama", qk_norm=False, num_layers=3),
     "mistral": dict(
-        family="mistral", qk_norm=False, sliding_windows=(6, 6, 6), max_position=80,
+        family="mistral",
+        qk_norm=False,
+        sliding_windows=(6, 6, 6),
+        max_position=80,
         rope=RopeConfig(theta=1e4, scaling=DynamicScaling(factor=2.0)),
     ),
     "qwen2": dict(
-        family="qwen2", qk_norm=False, attention_bias=True, tie_embeddings=True,
+        family="qwen2",
+        qk_norm=False,
+        attention_bias=True,
+        tie_embeddings=True,
         sliding_windows=(None, 6, 6),
     ),
     "qwen3_moe": dict(family="qwen3_moe", experts=ExpertsConfig(num_experts=6, top_k=2)),
     "gpt_oss": dict(
-        family="gpt_oss", qk_norm=False, attention_bias=True, sliding_windows=(6, None, 6),
-        experts=ExpertsConfig(num_experts=6, top_k=2), swiglu_limit=2.0,
+        family="gpt_oss",
+        qk_norm=False,
+        attention_bias=True,
+        sliding_windows=(6, None, 6),
+        experts=ExpertsConfig(num_experts=6, top_k=2),
+        swiglu_limit=2.0,
         rope=RopeConfig(theta=1e4, scaling=YarnScaling(factor=8.0, original_max_position=32)),
     ),
     "gemma4": dict(
-        family="gemma4", sliding_windows=(6, None, 5), logit_softcap=5.0, tie_embeddings=True,
+        family="gemma4",
+        sliding_windows=(6, None, 5),
+        logit_softcap=5.0,
+        tie_embeddings=True,
         global_attention=GlobalAttention(
-            num_kv_heads=1, head_dim=16, rope=RopeConfig(theta=1e6, rotary_share=0.25),
+            num_kv_heads=1,
+            head_dim=16,
+            rope=RopeConfig(theta=1e6, rotary_share=0.25),
             shared_kv=True,
         ),
     ),
-}  # fmt: skip
-"""What each family changes in `TARGET`; windows of a few tokens, so that every test crosses them."""
+}
+"""What each family changes in `TARGET`; windows of a few tokens, so that every test crosses them.
+"""
 
 VARIANTS = {
     "llama with biases": dict(
-        family="llama", qk_norm=False, attention_bias=True, mlp_bias=True,
+        family="llama",
+        qk_norm=False,
+        attention_bias=True,
+        mlp_bias=True,
         rope=RopeConfig(theta=1e4, scaling=LinearScaling(factor=4.0)),
     ),
     "qwen3_moe with dense layers": dict(
         family="qwen3_moe",
         experts=ExpertsConfig(num_experts=6, top_k=2, dense_layers=(0, 2), dense_size=40),
     ),
-}  # fmt: skip
+}
 """Other forms of a family; what a test shows of the method need not be shown again for each."""
 
 TARGETS = FAMILIES | VARIANTS
@@ -157,7 +178,9 @@ class GivenHeads(NamedTuple):
 
 
 def attend_to(attend, q, k, v, *, window: int | None) -> jax.Array:
-    """Output [B, T, N, H] of a `layers.Attend` without a cache, at the default scale, without sinks."""
+    """Output [B, T, N, H] of a `layers.Attend` without a cache, at the default scale, without
+    sinks.
+    """
     scale = q.shape[-1] ** -0.5
     return attend(GivenHeads(q, k, v), None, window=window, scale=scale, sinks=None)[0]
 

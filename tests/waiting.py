@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 
 LIMIT = 300.0
-"""Seconds. Generous, because a machine may be busy: a test fails by it only when something hangs."""
+"""Seconds. Generous, because a machine may be busy: a test fails by it only when something hangs.
+"""
 
 
 def eventually(

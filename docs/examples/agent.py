@@ -1,7 +1,9 @@
-"""An agent that edits a file through the tools of a chat: `python docs/examples/agent.py FILE "what to change"`.
+"""An agent that edits a file through the tools of a chat: `python docs/examples/agent.py FILE "what
+to change"`.
 
-It works with every server of OpenAI's API whose model calls tools. The small model inside peagle-jax cannot reason:
-with `peagle-serve --reply-format qwen3` it answers in text and calls nothing. The test of this file gives it its replies.
+It works with every server of OpenAI's API whose model calls tools. The small model inside
+peagle-jax cannot reason: with `peagle-serve --reply-format qwen3` it answers in text and calls
+nothing. The test of this file gives it its replies.
 """
 
 import argparse
@@ -49,7 +51,9 @@ def run_tool(path: Path, name: str, arguments: dict) -> str:
 
 
 def edit(client: openai.OpenAI, model: str, path: Path, task: str, *, turns: int = 10) -> str:
-    """Lets the model call tools until it answers in words, at most `turns` times; returns the answer."""
+    """Lets the model call tools until it answers in words, at most `turns` times; returns the
+    answer.
+    """
     messages: list = [{"role": "user", "content": f"{task} The file is {path.name}."}]
     for _ in range(turns):
         answer = client.chat.completions.create(

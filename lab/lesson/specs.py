@@ -69,14 +69,20 @@ SPECS = {
         ),
         *(
             Spec(
-                step="6_grouped", weight=name, rows=rows, outputs=N, inputs=K,
-                experts=128, top_k=8, touched=touched,
+                step="6_grouped",
+                weight=name,
+                rows=rows,
+                outputs=N,
+                inputs=K,
+                experts=128,
+                top_k=8,
+                touched=touched,
             )
             for name, (N, K) in _EXPERTS.items()
             for rows, touched in ((8, 51), (64, 126))
         ),
     ]
-}  # fmt: skip
+}
 
 
 def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:

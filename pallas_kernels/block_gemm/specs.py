@@ -84,7 +84,9 @@ SPECS = {
         "qwen3-moe", (8, 12, 64, 256, 1024, 4096), qkv__fp8=(5120, 2048), o__fp8=(2048, 4096)
     ),
     **_layers(
-        "qwen3-moe-tiles", (8, 64, 256, 1024, 4096), qkv__fp8_tiles__half=(5120, 2048),
+        "qwen3-moe-tiles",
+        (8, 64, 256, 1024, 4096),
+        qkv__fp8_tiles__half=(5120, 2048),
         o__fp8_tiles=(2048, 4096),
     ),
     **_layers("qwen3-moe", (8, 64, 256, 1024, 4096), router=(128, 2048)),
@@ -100,9 +102,7 @@ SPECS = {
         gate_up=(24576, 2048),
         down=(2048, 12288),
     ),
-    **_layers(
-        "gpt-oss", (8, 12, 64, 4096), qkv__bias=(5120, 2880), o__bias=(2880, 4096)
-    ),
+    **_layers("gpt-oss", (8, 12, 64, 4096), qkv__bias=(5120, 2880), o__bias=(2880, 4096)),
     **_layers("gpt-oss", (8, 64), router__bias=(32, 2880), lm_head=(201088, 2880)),
     **_layers(
         "llama-8b",
@@ -121,7 +121,9 @@ SPECS = {
         down__fp8=(5376, 21504),
     ),
     **_layers(
-        "gemma-31b-tiles", (8, 64, 256), gate_up__fp8_tiles__half=(43008, 5376),
+        "gemma-31b-tiles",
+        (8, 64, 256),
+        gate_up__fp8_tiles__half=(43008, 5376),
         down__fp8_tiles=(5376, 21504),
     ),
     **{
@@ -138,7 +140,7 @@ SPECS = {
     **_layers("per-row-tiles", (64,), wide__fp8_tiles_rows__half=(5120, 2816)),
     "mxfp4-ragged": Spec(rows=21, outputs=224, inputs=320, form="mxfp4"),
     "per-row-ragged": Spec(rows=21, outputs=224, inputs=384, form="fp8_rows"),
-}  # fmt: skip
+}
 
 
 def weight_of(form: Form, *shape: int) -> list[jax.ShapeDtypeStruct]:

@@ -117,7 +117,8 @@ class ModelOptions(EngineOptions):
 
     model: str | None = option(
         None,
-        "Hugging Face folder, hub id (owner/name) or GGUF file of the target (default: the embedded model)",
+        "Hugging Face folder, hub id (owner/name) or GGUF file of the target (default: the "
+        "embedded model)",
         NOT_EMPTY,
         metavar="DIR",
     )
@@ -163,14 +164,20 @@ def options_of_engine(args: argparse.Namespace) -> dict[str, object]:
 
 def _add_model_options(add: Callable) -> None:
     add(
-        "--drafter", metavar="DIR", action="append", default=[],
-        help="folder or hub id of the head, or module:Class of a drafter of your own; with --compare it may be given once for each method",
-    )  # fmt: skip
+        "--drafter",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="folder or hub id of the head, or module:Class of a drafter of your own; with "
+        "--compare it may be given once for each method",
+    )
     add_options(add, ModelOptions, *_OF_MODEL)
     add(
-        "--taps", type=_layer_ids, metavar="I,J,K",
+        "--taps",
+        type=_layer_ids,
+        metavar="I,J,K",
         help="layers whose inputs the head reads, where its config.json says otherwise",
-    )  # fmt: skip
+    )
     add("--concurrency", type=int, default=1, metavar="N", help="prompts decoded at once")
 
 
@@ -190,9 +197,13 @@ def parser() -> argparse.ArgumentParser:
     add("--chat", action="store_true", help="send each prompt through the model's chat template")
     add("--system", metavar="TEXT", help="with --chat: what stands before the conversation")
     add(
-        "--chat-option", type=named_value, action="append", default=[], metavar="NAME=VALUE",
+        "--chat-option",
+        type=named_value,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
         help="with --chat: set what the template takes, as enable_thinking=false; repeatable",
-    )  # fmt: skip
+    )
 
     _add_model_options(command_line.add_argument_group("model").add_argument)
 
@@ -210,10 +221,12 @@ def parser() -> argparse.ArgumentParser:
 def _add_output(add: Callable) -> None:
     add("--json", action="store_true", help="one JSON object per prompt, then a summary object")
     add(
-        "--show-drafts", action="store_true",
-        help="mark accepted drafts, refused ones, and the target's own tokens: by colour and style in a "
+        "--show-drafts",
+        action="store_true",
+        help="mark accepted drafts, refused ones, and the target's own tokens: by colour and "
+        "style in a "
         "terminal (NO_COLOR: by style), else by characters",
-    )  # fmt: skip
+    )
     add_options(add, SamplingParams, "logprobs")
     add("--verbose", "-v", action="store_true", help="log what runs where and how long it takes")
     add("--no-cache", action="store_true", help="do not keep compiled programs on disk")

@@ -419,7 +419,8 @@ def summary(run: Run) -> str:
     counts = run.acceptance
     if run.num_draft:
         lines.append(
-            f"{METHOD_NAMES[run.method]} K={run.drafts_per_round}: acceptance length {counts.length:.2f} "
+            f"{METHOD_NAMES[run.method]} K={run.drafts_per_round}: acceptance length "
+            f"{counts.length:.2f} "
             f"over {counts.rounds} rounds; accepted at position 1, 2, ...: {rates(counts)}"
         )
     return "\n".join(lines)

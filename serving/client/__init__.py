@@ -1,4 +1,6 @@
-"""`peagle-client`: sends requests from the terminal. Imports only gRPC and the stubs, so it starts fast."""
+"""`peagle-client`: sends requests from the terminal. Imports only gRPC and the stubs, so it starts
+fast.
+"""
 
 import sys
 from collections.abc import Sequence

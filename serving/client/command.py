@@ -233,7 +233,8 @@ def _answer(args: argparse.Namespace, stub, metadata: list, request: pb.Generate
 
 
 def _show(delta: pb.GenerateDelta, is_reasoning: bool, sequence: pb.Sequence) -> bool:
-    """Writes reasoning to stderr, text and calls to stdout; returns whether the last line is reasoning.
+    """Writes reasoning to stderr, text and calls to stdout; returns whether the last line is
+    reasoning.
 
     `sequence` has all output so far, that of `delta` included.
     """
@@ -308,7 +309,8 @@ def _message(error: grpc.Call, address: str) -> str:
     is_from_server = "grpc-status-details-bin" in keys
     if code is grpc.StatusCode.UNAVAILABLE and not is_from_server:
         return (
-            f"no answer from {address}: is peagle-serve running there, and do both sides use TLS or "
+            f"no answer from {address}: is peagle-serve running there, and do both sides use TLS "
+            "or "
             f"neither? ({details})"
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and not is_from_server:

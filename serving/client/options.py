@@ -51,14 +51,19 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--system", metavar="TEXT", help="with --chat: system message")
     add(
-        "--chat-option", type=named_value, action="append", default=[], metavar="NAME=VALUE",
+        "--chat-option",
+        type=named_value,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
         help="with --chat: variable of the template, such as enable_thinking=false; repeatable",
-    )  # fmt: skip
+    )
     add(
-        "--tools", metavar="FILE",
+        "--tools",
+        metavar="FILE",
         help="with --chat: tools that the model may call, a JSON list as OpenAI's API takes it; "
         "each call is written as a line of JSON",
-    )  # fmt: skip
+    )
     add("--json", action="store_true", help="write one JSON object with all fields instead of text")
     add(
         "--info",
@@ -84,13 +89,17 @@ def _add_server(add: Callable) -> None:
     add("--token-file", metavar="FILE", help="file whose first line is the bearer token")
     add("--timeout", type=float, metavar="S", help="time limit in seconds (default: none)")
     add(
-        "--priority", type=int, default=0, metavar="N",
+        "--priority",
+        type=int,
+        default=0,
+        metavar="N",
         help="requests with a lower number leave the queue first (default: 0)",
-    )  # fmt: skip
+    )
     add(
-        "--cache-salt", metavar="TEXT",
+        "--cache-salt",
+        metavar="TEXT",
         help="share cached prefixes only with requests of the same salt",
-    )  # fmt: skip
+    )
     add(
         "--request-id",
         default="",
@@ -118,18 +127,31 @@ def check(args: argparse.Namespace) -> None:
         args.grammar,
     )
     rules = (
-        ((args.system is not None or args.chat_option) and not args.chat, "--system and --chat-option need --chat"),
+        (
+            (args.system is not None or args.chat_option) and not args.chat,
+            "--system and --chat-option need --chat",
+        ),
         (args.tools is not None and not args.chat, "--tools needs --chat"),
         (args.info and args.health, "give one of --info and --health"),
-        ((args.info or args.health) and args.prompt is not None, "--info and --health take no PROMPT"),
+        (
+            (args.info or args.health) and args.prompt is not None,
+            "--info and --health take no PROMPT",
+        ),
         (args.logprobs is not None and not args.json, "--logprobs needs --json"),
         (args.prompt_logprobs is not None and not args.json, "--prompt-logprobs needs --json"),
-        ((args.tls_cert is None) != (args.tls_key is None), "--tls-cert and --tls-key belong together"),
+        (
+            (args.tls_cert is None) != (args.tls_key is None),
+            "--tls-cert and --tls-key belong together",
+        ),
         (args.tls_cert and not (args.tls or args.tls_ca), "--tls-cert needs --tls or --tls-ca"),
         (args.n < 1, "--n must be at least 1"),
         (args.timeout is not None and not args.timeout > 0, "--timeout must be above 0"),
-        (sum(one is not None for one in constraints) > 1, "a text has one constraint: give one of --json-object, --json-schema, --regex, --choice and --grammar"),
-    )  # fmt: skip
+        (
+            sum(one is not None for one in constraints) > 1,
+            "a text has one constraint: give one of --json-object, --json-schema, --regex, "
+            "--choice and --grammar",
+        ),
+    )
     for broken, rule in rules:
         if broken:
             raise ClientError(rule)

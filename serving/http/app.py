@@ -46,7 +46,8 @@ def make_app(
     Args:
       tokens: bearer tokens, read again for every request; if empty, no token is needed.
       max_bytes: most bytes of a request's body.
-      allowed_hosts: allowed names in the Host header, in addition to those of this machine; None allows all.
+      allowed_hosts: allowed names in the Host header, in addition to those of this machine; None
+        allows all.
       allowed_origins: origins whose pages may use the server from a browser; "*" allows all.
       with_page: whether `/` leads to the page.
     """
@@ -85,7 +86,8 @@ def make_app(
     outermost = _WithoutSlash(guard, files)
     if not allowed_origins:
         return outermost
-    # Outermost: a preflight request has no token, and a page may read a refusal only with the headers of its origin.
+    # Outermost: a preflight request has no token, and a page may read a refusal only with the
+    # headers of its origin.
     return CORSMiddleware(
         outermost,
         allow_origins=allowed_origins,
@@ -98,7 +100,8 @@ def make_app(
 class _WithoutSlash:
     """Reads a path that ends in a slash as the same path without it.
 
-    Starlette would redirect, to an absolute address: behind a proxy it lacks https and the proxy's own path.
+    Starlette would redirect, to an absolute address: behind a proxy it lacks https and the proxy's
+    own path.
 
     Args:
       exact: paths of files, in which a slash at the end changes what relative links mean.
@@ -150,7 +153,8 @@ class _Guard:
         if None not in (host, self._allowed_hosts) and not is_allowed(host, self._allowed_hosts):
             return ServiceError(
                 Code.PERMISSION_DENIED,
-                f"Host: {name_of(host)!r} is no name of this server; its operator may allow it with "
+                f"Host: {name_of(host)!r} is no name of this server; its operator may allow it "
+                "with "
                 "--allowed-hosts",
             )
         if scope["path"] in self._without_token:
@@ -193,7 +197,8 @@ class _Pages:
     async def reset_prefix_cache(self, request: Request) -> Response:
         try:
             if "origin" in request.headers:
-                # A page of any site can make a browser send a POST without a body; its origin is in this header.
+                # A page of any site can make a browser send a POST without a body; its origin is in
+                # this header.
                 raise ServiceError(Code.PERMISSION_DENIED, "not for pages in a browser")
             return answer({"pages": await self._frontend.flush_prefix_cache()})
         except ServiceError as error:
@@ -246,8 +251,9 @@ def name_of(host: bytes) -> str:
 def is_allowed(host: bytes, allowed: Collection[str]) -> bool:
     """Whether the Host header names this machine itself, or one of `allowed` ("*" allows all).
 
-    The owner of a web page can let its name resolve to 127.0.0.1, so that the page reads answers of a server there
-    (DNS rebinding). The browser still sends the page's name as Host, so a server without tokens refuses it.
+    The owner of a web page can let its name resolve to 127.0.0.1, so that the page reads answers of
+    a server there (DNS rebinding). The browser still sends the page's name as Host, so a server
+    without tokens refuses it.
     """
     name = name_of(host)
     if "*" in allowed or name == "localhost":

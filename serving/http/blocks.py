@@ -1,5 +1,5 @@
-"""A reply as a list of blocks: reasoning, text and calls in the order in which the model writes them; and the routes
-whose answers are such lists, as adapters over chats."""
+"""A reply as a list of blocks: reasoning, text and calls in the order in which the model writes
+them; and the routes whose answers are such lists, as adapters over chats."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

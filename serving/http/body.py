@@ -1,4 +1,6 @@
-"""Reads the body of a request, with limits of its size, of its time, and of the memory of all bodies."""
+"""Reads the body of a request, with limits of its size, of its time, and of the memory of all
+bodies.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +12,9 @@ from serving.errors import Code, ServiceError, invalid, too_large
 
 _SECONDS = 60.0
 _SMALL = 64 << 10
-"""Bytes up to which a body does not count in `BodyMemory`, so that it is never refused for other bodies."""
+"""Bytes up to which a body does not count in `BodyMemory`, so that it is never refused for other
+bodies.
+"""
 
 
 class Gone(Exception):
@@ -64,8 +68,8 @@ class Body:
         """Reads the whole body.
 
         Raises:
-          ServiceError: the body is longer than `most` bytes, takes too long, has another content type than
-            JSON, or exceeds the memory of all bodies.
+          ServiceError: the body is longer than `most` bytes, takes too long, has another content
+            type than JSON, or exceeds the memory of all bodies.
           Gone: the client has left.
         """
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()

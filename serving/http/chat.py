@@ -208,8 +208,8 @@ class Chat(Route[ChatFields]):
 
         Args:
           method: the path that the client called.
-          names: that route's names of this one's fields, where they differ. One that ends in * stands for all that
-            it begins.
+          names: that route's names of this one's fields, where they differ. One that ends in *
+            stands for all that it begins.
 
         Raises:
           ServiceError: see `Route.read`.
@@ -300,7 +300,9 @@ def renamed(field: str, names: Mapping[str, str]) -> str:
 
 
 def _with_thinking(message: dict[str, object]) -> dict[str, object]:
-    """A message for GPT-OSS's template, which has its own name for reasoning before a call, and refuses content there."""
+    """A message for GPT-OSS's template, which has its own name for reasoning before a call, and
+    refuses content there.
+    """
     reasoning = message.get("reasoning_content")
     if not (reasoning and "tool_calls" in message and not message["content"]):
         return message

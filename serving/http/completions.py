@@ -120,7 +120,9 @@ _FILL_IN_MIDDLE = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
 )
-"""Tokens before the text, between it and what follows, and after that, where the model fills in the middle."""
+"""Tokens before the text, between it and what follows, and after that, where the model fills in the
+middle.
+"""
 
 
 def _with_suffix(
@@ -147,8 +149,8 @@ class _Echo:
       is_on: whether text and logprobs begin with the prompt's.
       num_top: alternatives in the logprobs of echoed tokens; None without logprobs.
       num_prompt_top: alternatives in `prompt_logprobs`; None without them.
-      drops_output: whether the answer is the prompt alone (max_tokens 0). The engine generates one token,
-        because nothing ends a request before its first token.
+      drops_output: whether the answer is the prompt alone (max_tokens 0). The engine generates one
+        token, because nothing ends a request before its first token.
     """
 
     is_on: bool

@@ -1,7 +1,7 @@
 """One HTTP connection: uvicorn's protocol with time limits.
 
-Without them a client that is silent, sends a head byte by byte, or does not read its answer could hold the
-connection for any time.
+Without them a client that is silent, sends a head byte by byte, or does not read its answer could
+hold the connection for any time.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ _MOST_DISCARDED = 64 << 20  # most bytes that are discarded
 class LingeringTransport:
     """A transport whose `close` waits until the client has sent its request.
 
-    If a socket is closed while bytes of the client are unread, the kernel resets the connection, and the client may lose
-    an answer that it has not read. So the sending side is shut down first, bytes that still arrive are discarded, and
-    then the socket is closed (RFC 9112, section 9.6).
+    If a socket is closed while bytes of the client are unread, the kernel resets the connection,
+    and the client may lose an answer that it has not read. So the sending side is shut down first,
+    bytes that still arrive are discarded, and then the socket is closed (RFC 9112, section 9.6).
 
     All other attributes are those of the wrapped transport.
 
@@ -84,17 +84,27 @@ class LingeringTransport:
 RESERVED = "is_reserved"
 """Key in the state of the ASGI scope: whether this connection is for health checks only."""
 WRITE = "write"
-"""Key in the same state: `Connection.write_chunk` of this request; missing if its answer has no chunks (HTTP/1.0)."""
+"""Key in the same state: `Connection.write_chunk` of this request; missing if its answer has no
+chunks (HTTP/1.0).
+"""
 _CLOSE = (b"connection", b"close")
 _HTTP2 = b"PRI * HTTP/2.0\r\n"
 _GOODBYE = b"this server speaks HTTP/1.1"
 _NO_HTTP2 = (
-    # A frame is the length of its payload, its type, flags, stream and payload: empty SETTINGS, and GOAWAY with
-    # the last stream, the error HTTP_1_1_REQUIRED and a text.
-    bytes(3) + b"\x04" + bytes(5)
-    + (8 + len(_GOODBYE)).to_bytes(3) + b"\x07" + bytes(5) + bytes(4) + (0xD).to_bytes(4) + _GOODBYE
-)  # fmt: skip
-"""Answer to clients that begin with HTTP/2; they would not understand one in HTTP/1.1 (RFC 9113)."""
+    # A frame is the length of its payload, its type, flags, stream and payload: empty SETTINGS, and
+    # GOAWAY with the last stream, the error HTTP_1_1_REQUIRED and a text.
+    bytes(3)
+    + b"\x04"
+    + bytes(5)
+    + (8 + len(_GOODBYE)).to_bytes(3)
+    + b"\x07"
+    + bytes(5)
+    + bytes(4)
+    + (0xD).to_bytes(4)
+    + _GOODBYE
+)
+"""Answer to clients that begin with HTTP/2; they would not understand one in HTTP/1.1 (RFC 9113).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +112,8 @@ class TimeLimits:
     """Time limits of a client, in seconds.
 
     Args:
-      head: from the connection, or from the first byte of a further request, to the end of the head; also
-        the limit of the TLS handshake.
+      head: from the connection, or from the first byte of a further request, to the end of the
+        head; also the limit of the TLS handshake.
       write: longest time without reading while the server has data to send.
       linger: how long the rest of a request is discarded after the last answer.
     """
@@ -217,10 +227,12 @@ class Connection(H11Protocol):
         await self._app(scope, receive, send_and_close)
 
     def write_chunk(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """Sends a piece, not empty, of an answer that has begun and has no length, without the layers of `send`.
+        """Sends a piece, not empty, of an answer that has begun and has no length, without the
+        layers of `send`.
 
         Returns:
-          False if nothing was sent: `send` must do it, which waits for a slow reader and knows a lost client.
+          False if nothing was sent: `send` must do it, which waits for a slow reader and knows a
+            lost client.
         """
         is_open = not (cycle.disconnected or cycle.response_complete or self.transport.is_closing())
         if not is_open or self.flow.write_paused:
@@ -283,10 +295,11 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 def find_fault(head: bytes) -> str | None:
-    """The first fault of a head that the HTTP parser accepts and RFC 9112 forbids; None if it has none.
+    """The first fault of a head that the HTTP parser accepts and RFC 9112 forbids; None if it has
+    none.
 
-    A proxy may interpret such a head differently, for example as two requests (request smuggling). The server refuses
-    it and closes the connection.
+    A proxy may interpret such a head differently, for example as two requests (request smuggling).
+    The server refuses it and closes the connection.
 
     Args:
       head: bytes from the request line on. The head may be incomplete, or followed by other bytes.

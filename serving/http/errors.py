@@ -148,7 +148,8 @@ class Dialect:
 
     Args:
       error: the content of an answer that is an error.
-      no_route: the same, from a status and a message: there is no such path, or not for this method.
+      no_route: the same, from a status and a message: there is no such path, or not for this
+        method.
       error_event: the content of an event that ends a stream.
       names_events: whether an event has a line with its name, the "type" of its content.
       last_event: data of an event that ends every stream; None without one.

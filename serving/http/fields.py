@@ -1,5 +1,5 @@
-"""Base of the pydantic models of request bodies, which declare every field of the APIs; refusals in this server's
-own words.
+"""Base of the pydantic models of request bodies, which declare every field of the APIs; refusals in
+this server's own words.
 
 A field is honoured unless its type is `ignored` or `refused`.
 """
@@ -102,8 +102,8 @@ class Reading:
 
 
 class Fields(BaseModel):
-    """The fields of a JSON object. A null field counts as left out. An unknown field is ignored, or refused if the
-    server was started so, or if every field of the object matters (`is_closed`)."""
+    """The fields of a JSON object. A null field counts as left out. An unknown field is ignored, or
+    refused if the server was started so, or if every field of the object matters (`is_closed`)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     is_closed: ClassVar[bool] = False
@@ -194,7 +194,8 @@ def _refusal(error: ValidationError) -> ServiceError:
 
 
 def required(fields: Fields, name: str, field: str) -> Any:
-    """The value of `name`, which pydantic need not find: `type` decides which fields an object must have.
+    """The value of `name`, which pydantic need not find: `type` decides which fields an object must
+    have.
 
     Args:
       field: path of the object within the request.
@@ -209,7 +210,9 @@ def required(fields: Fields, name: str, field: str) -> Any:
 
 
 def described(rule: str) -> WrapValidator:
-    """Replaces all errors of a type and of its items by one error of the field with the message `rule`."""
+    """Replaces all errors of a type and of its items by one error of the field with the message
+    `rule`.
+    """
 
     def check(value: object, validate: Callable[[object], Any]) -> Any:
         try:
@@ -287,7 +290,8 @@ def listed(
 
     Args:
       text_as: the object that a text in place of the list stands for; None: a text is refused.
-      most: the limit of its length, a field of `Limits`. A longer list is refused before its items are read.
+      most: the limit of its length, a field of `Limits`. A longer list is refused before its items
+        are read.
       is_needed: whether an empty list is refused.
     """
 

@@ -1,7 +1,8 @@
-"""Limits on open HTTP connections: in all and per address, with some places reserved for health checks.
+"""Limits on open HTTP connections: in all and per address, with some places reserved for health
+checks.
 
-A connection is idle until the head of a request is complete, and again after the answer. When a limit is
-reached, a new connection replaces an idle one, in this order:
+A connection is idle until the head of a request is complete, and again after the answer. When a
+limit is reached, a new connection replaces an idle one, in this order:
 
 1. the one that has been idle longest, unless it is young: it has sent no request yet, and was accepted less
    than `grace_seconds` ago. So a health probe has time to send its request during a burst of connections;

@@ -1,7 +1,8 @@
-"""Runs the routes that take a JSON object: reads the body, opens streams of the engine, sends the answer.
+"""Runs the routes that take a JSON object: reads the body, opens streams of the engine, sends the
+answer.
 
-The response begins with the first delta, so an error before it has its own HTTP status, for streams too.
-A lost connection cancels its requests at once, queued or running.
+The response begins with the first delta, so an error before it has its own HTTP status, for streams
+too. A lost connection cancels its requests at once, queued or running.
 """
 
 import asyncio
@@ -32,7 +33,9 @@ _MAX_BODIES = 32  # bodies of the largest size that memory holds until they are 
 
 
 class Reader:
-    """Reads the bodies of all generating routes: bounded memory, and a thread that parses large ones."""
+    """Reads the bodies of all generating routes: bounded memory, and a thread that parses large
+    ones.
+    """
 
     def __init__(self, *, max_bytes: int, on_free: Callable[[int], None]):
         self.max_bytes = max_bytes

@@ -22,8 +22,8 @@ _PAUSE = 0.1  # seconds without accepting after the system had no descriptor for
 class Listener:
     """Accepts connections until it is closed.
 
-    asyncio's own server has no limit of connections, and logs every failed accept, up to `backlog` in one turn of
-    the event loop.
+    asyncio's own server has no limit of connections, and logs every failed accept, up to `backlog`
+    in one turn of the event loop.
 
     Args:
       listener: a listening socket in non-blocking mode.
@@ -74,7 +74,8 @@ class Listener:
             except OSError as error:
                 if error.errno not in _OUT_OF_RESOURCES:
                     raise
-                # The socket stays readable: without a pause the event loop would only repeat accept.
+                # The socket stays readable: without a pause the event loop would only repeat
+                # accept.
                 self._loop.remove_reader(self._socket)
                 self._loop.call_later(_PAUSE, self._listen)
                 closed = "closed the oldest idle one" if self._gate.close_idle() else "none is idle"

@@ -45,7 +45,9 @@ class Choices(Protocol):
         """A choice in a chunk of a stream."""
 
     def only_text(self, index: int, delta: Delta) -> TextField | None:
-        """The field in which the choice differs from others of its sequence, if it does in this one alone."""
+        """The field in which the choice differs from others of its sequence, if it does in this one
+        alone.
+        """
 
     def whole(self, index: int, delta: Delta) -> dict:
         """A choice of a complete answer; `delta` is all of it."""
@@ -59,8 +61,8 @@ class Template:
     """The JSON of an object, with a gap for a text: what stands around it is encoded once.
 
     Args:
-      content: the object, as `dump` takes it, with `MARK` as the text. Nothing behind the text comes from a client,
-        so the last mark is it.
+      content: the object, as `dump` takes it, with `MARK` as the text. Nothing behind the text
+        comes from a client, so the last mark is it.
     """
 
     def __init__(self, content: dict):

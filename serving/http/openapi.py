@@ -1,6 +1,8 @@
-"""`/openapi.json` and `/docs`: the routes and the fields of their requests, made from the models that read them.
+"""`/openapi.json` and `/docs`: the routes and the fields of their requests, made from the models
+that read them.
 
-Both say nothing about this server but what every server of this version says, so they need no token.
+Both say nothing about this server but what every server of this version says, so they need no
+token.
 """
 
 from collections.abc import Mapping, Sequence

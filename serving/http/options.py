@@ -198,7 +198,8 @@ def read_params(
     """Sampling parameters.
 
     Args:
-      spelling: the route's names of our parameters, where they differ; gets the name of the constraint.
+      spelling: the route's names of our parameters, where they differ; gets the name of the
+        constraint.
 
     Raises:
       ServiceError: INVALID_ARGUMENT names a field.

@@ -1,7 +1,8 @@
 """The server's page: static files of the package, read at the start.
 
-The files hold no data, so they need no token; the page sends one with its requests. The headers let a
-browser load nothing from other origins, run no script but these files, and turn no text into HTML.
+The files hold no data, so they need no token; the page sends one with its requests. The headers let
+a browser load nothing from other origins, run no script but these files, and turn no text into
+HTML.
 """
 
 from collections.abc import Iterator
@@ -44,7 +45,9 @@ HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """`/` and `/page` redirect to `/page/`; below it are the files of the package, and nothing else."""
+    """`/` and `/page` redirect to `/page/`; below it are the files of the package, and nothing
+    else.
+    """
     redirects = [Route("/", _redirect("page/")), Route("/page", _redirect("page/"))]
     return redirects + [Route(path, _answer(*file)) for path, file in _files()]
 

@@ -48,7 +48,9 @@ class Reply:
         await self.whole(Response(body, headers=self.headers, media_type="application/json"))
 
     async def event(self, content: dict | bytes) -> None:
-        """Sends an event; the first begins the response. Bytes are its JSON, in an API whose events have no names."""
+        """Sends an event; the first begins the response. Bytes are its JSON, in an API whose events
+        have no names.
+        """
         if isinstance(content, bytes):
             await self._data(b"data: " + content)
             return

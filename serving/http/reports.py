@@ -31,8 +31,8 @@ class CompletionLogprobs:
     def of(
         self, tokens: Sequence[int], logprobs: Sequence[Scored | None], num_top: int | None = None
     ) -> dict:
-        """The object for the next tokens, at most `num_top` alternatives each; null for a token without
-        log-probabilities.
+        """The object for the next tokens, at most `num_top` alternatives each; null for a token
+        without log-probabilities.
 
         The lists are `Later`: encode them before the next call, which changes `text_offset`.
         """
@@ -52,7 +52,8 @@ class CompletionLogprobs:
             return None
         logprobs: dict[str, float] = {}
         for other, logprob in (*one.top[:most], (token, one.logprob)):
-            # Tokens that are parts of characters can have the same name: the likeliest one is reported.
+            # Tokens that are parts of characters can have the same name: the likeliest one is
+            # reported.
             logprobs.setdefault(token_name(self._tokenizer, other), _finite(logprob))
         return logprobs
 
@@ -69,7 +70,9 @@ def prompt_logprobs(
     logprobs: Sequence[PromptLogprob | None],
     num_top: int,
 ) -> Later[dict | None]:
-    """`prompt_logprobs` of a choice, as vLLM forms it: for each token the alternatives and itself, by id."""
+    """`prompt_logprobs` of a choice, as vLLM forms it: for each token the alternatives and itself,
+    by id.
+    """
 
     def entry(token: int, logprob: float, rank: int) -> dict:
         return {
@@ -142,7 +145,8 @@ def speculation(streams: Sequence[Stream]) -> dict:
     if len(requests) != 1 or not requests[0].drafted:
         return {}
     counts = Acceptance.of(requests)
-    # Accepted drafts are a prefix, so a round accepted exactly i drafts if it accepted draft i but not the next.
+    # Accepted drafts are a prefix, so a round accepted exactly i drafts if it accepted draft i but
+    # not the next.
     at_least = (counts.rounds, *counts.per_position, 0)
     block = {
         "mean_acceptance_length": counts.length,

@@ -16,7 +16,9 @@ _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _STATUS = {"length": "incomplete", "abort": "cancelled"}
 """Status of an answer by the reason of its end; of others "completed"."""
 _LAST_EVENTS = {"cancelled": "failed"}
-"""Name of the last event by this status, where it is another: the API has no event for cancelled answers."""
+"""Name of the last event by this status, where it is another: the API has no event for cancelled
+answers.
+"""
 _ABORTED = {"code": "server_error", "message": "the request was aborted"}
 _TEXT_EVENTS = {
     "reasoning": "response.reasoning_text",

@@ -92,7 +92,9 @@ class Function(Fields):
 
 
 class Tool(Function):
-    """A function, a list of functions with a name, or a tool that OpenAI's servers run, which is left out."""
+    """A function, a list of functions with a name, or a tool that OpenAI's servers run, which is
+    left out.
+    """
 
     type: Annotated[str, BeforeValidator(_check_tool_type)]
     name: str | None = None

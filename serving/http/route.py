@@ -23,7 +23,8 @@ _MOST_NAMES = 64  # of a client
 class IgnoredFields:
     """Names ignored fields in the log.
 
-    A client is a bearer token; without tokens it is an address. Clients that sent none for longest are forgotten first.
+    A client is a bearer token; without tokens it is an address. Clients that sent none for longest
+    are forgotten first.
 
     Args:
       method: the path that clients call.
@@ -35,7 +36,8 @@ class IgnoredFields:
         self._lock = threading.Lock()  # large bodies are read in threads
 
     def log(self, request_id: str, address: str, reading: Reading, root: type[Fields]) -> None:
-        """Names the fields that were ignored in a request, unless the log has named them for this client.
+        """Names the fields that were ignored in a request, unless the log has named them for this
+        client.
 
         Args:
           root: what the request was read as.
@@ -62,7 +64,9 @@ class IgnoredFields:
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """Identity of a request: its id, the client's address, and the headers of the client's trace (W3C)."""
+    """Identity of a request: its id, the client's address, and the headers of the client's trace
+    (W3C).
+    """
 
     request_id: str
     address: str = ""
@@ -99,7 +103,9 @@ class Call:
 
 
 Encode = Callable[[], Awaitable[Call | dict]]
-"""Tokenises the prompts of a request that was read. A dict is the content of an answer that needs no generation."""
+"""Tokenises the prompts of a request that was read. A dict is the content of an answer that needs
+no generation.
+"""
 
 
 class Route[F: Fields](ABC):

@@ -1,11 +1,13 @@
 """The HTTP server: uvicorn within the running event loop, behind a listener with limits.
 
-What is our own stands here because no option of a library does it before work is done (uvicorn 0.54, hypercorn,
-granian): uvicorn's `limit_concurrency` counts requests that were accepted and parsed, and no server counts
-connections by address (`gate`); asyncio's listener logs each accept that fails for lack of descriptors, up to the
-backlog in a turn (`listener`); `timeout_keep_alive` starts anew with each byte, and nothing limits the time of a head
-or of a reader that stalls (`connection`); h11 takes heads that a proxy may read in another way (`find_fault`); a
-connection that is closed while the client sends is reset, and the answer, such as 413, lost with it (`LingeringTransport`).
+What is our own stands here because no option of a library does it before work is done (uvicorn
+0.54, hypercorn, granian): uvicorn's `limit_concurrency` counts requests that were accepted and
+parsed, and no server counts connections by address (`gate`); asyncio's listener logs each accept
+that fails for lack of descriptors, up to the backlog in a turn (`listener`); `timeout_keep_alive`
+starts anew with each byte, and nothing limits the time of a head or of a reader that stalls
+(`connection`); h11 takes heads that a proxy may read in another way (`find_fault`); a connection
+that is closed while the client sends is reset, and the answer, such as 413, lost with it
+(`LingeringTransport`).
 """
 
 import asyncio
@@ -22,13 +24,15 @@ from serving.http.gate import Gate, Slot
 from serving.http.listener import Listener
 from serving.tls import Certificates
 
-# Connections that wait to be accepted. Where more wait, the kernel drops what clients send, and they
-# repeat it after 0.2 s. The kernel's own limit is net.core.somaxconn, 4096 by default.
+# Connections that wait to be accepted. Where more wait, the kernel drops what clients send, and
+# they repeat it after 0.2 s. The kernel's own limit is net.core.somaxconn, 4096 by default.
 _BACKLOG = 4096
 
 
 class _Uvicorn(uvicorn.Server):
-    """A uvicorn server that accepts connections through `Listener`, and leaves signals to the application."""
+    """A uvicorn server that accepts connections through `Listener`, and leaves signals to the
+    application.
+    """
 
     def __init__(
         self,
@@ -157,7 +161,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     listener.setblocking(False)
-    # Accepted connections inherit it. Without it a small message waits up to 40 ms for the ACK of the one before; asyncio
-    # sets it only for sockets with an explicit protocol.
+    # Accepted connections inherit it. Without it a small message waits up to 40 ms for the ACK of
+    # the one before; asyncio sets it only for sockets with an explicit protocol.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -105,7 +105,8 @@ class ToolFields(Fields):
         """The tools that the model may call; none if the client allows no call.
 
         Raises:
-          ServiceError: INVALID_ARGUMENT; the model has no format for calls, or the choice is not supported.
+          ServiceError: INVALID_ARGUMENT; the model has no format for calls, or the choice is not
+            supported.
         """
         tools = [one.as_dict() for one in self.tools]
         refuse_equal_names(tools, field="tools")
@@ -150,7 +151,9 @@ class ToolFields(Fields):
     def _free(
         self, frontend: Frontend, tools: list[dict], field: str, text: Structured | None
     ) -> tuple[str, Structured | None]:
-        """The constraint of a reply that may be a call: of its text, of strict functions, or of both."""
+        """The constraint of a reply that may be a call: of its text, of strict functions, or of
+        both.
+        """
         strict = {one.function.name for one in self.tools if one.function.strict}
         if not strict and text is None:
             return field, None
@@ -174,7 +177,9 @@ class ToolFields(Fields):
         return field, constraint
 
     def _check_parameters(self, names: Collection[str]) -> None:
-        """Refuses functions of these names whose schema allows no object: the arguments of a call are one."""
+        """Refuses functions of these names whose schema allows no object: the arguments of a call
+        are one.
+        """
         for place, one in enumerate(self.tools):
             schema = one.function.parameters or {}
             types = types_of(schema, schema)

@@ -17,7 +17,8 @@ class Tools:
     """The parameters of a request's tools, by name.
 
     Args:
-      tools: as OpenAI's clients send them: {"type": "function", "function": {"name": ..., "parameters": schema}}.
+      tools: as OpenAI's clients send them: {"type": "function", "function": {"name": ...,
+        "parameters": schema}}.
     """
 
     def __init__(self, tools: Sequence[Mapping] = ()):
@@ -27,7 +28,8 @@ class Tools:
             self._schemas[function["name"]] = function.get("parameters")
 
     def call(self, name: object, arguments: object) -> ToolCall:
-        """A call of the tool. Texts become numbers, lists and so on by the schema of the tool, if it is known.
+        """A call of the tool. Texts become numbers, lists and so on by the schema of the tool, if
+        it is known.
 
         Raises:
           NoCall: the name is not text, or the arguments are not a JSON object.

@@ -1,6 +1,6 @@
-"""Grammars of replies with calls: those that must be calls (`tool_choice` required or a named function), those
-that may have calls, which then satisfy the schemas of strict functions, and those that are calls or a
-constrained text."""
+"""Grammars of replies with calls: those that must be calls (`tool_choice` required or a named
+function), those that may have calls, which then satisfy the schemas of strict functions, and those
+that are calls or a constrained text."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -25,14 +25,14 @@ _BY_NAME = ("properties", "patternProperties", "dependentSchemas", *_DEFINITIONS
 _TEXT = "TEXT: /(.|\\n)*/"
 
 Grammar = Callable[[Tokenizer, Sequence[dict], bool], str]
-"""Makes a grammar in llguidance's dialect of Lark from the tokenizer, the tools that may be called, and whether
-several calls may follow each other."""
+"""Makes a grammar in llguidance's dialect of Lark from the tokenizer, the tools that may be called,
+and whether several calls may follow each other."""
 
 
 @dataclass(frozen=True)
 class CallGrammars:
-    """The grammars of one format: of replies that must be calls, of texts that may have calls, and of replies
-    that are calls or what `@text` stands for, see `Structured`."""
+    """The grammars of one format: of replies that must be calls, of texts that may have calls, and
+    of replies that are calls or what `@text` stands for, see `Structured`."""
 
     must: Grammar
     may: Grammar
@@ -115,7 +115,8 @@ def _rules(start: str, calls: Sequence[str]) -> str:
 
 
 def json_calls(key: str, opening: str = "", closing: str = "", marker: str = "") -> CallGrammars:
-    """Calls as JSON objects, each between two texts; without texts there is one call, the whole reply.
+    """Calls as JSON objects, each between two texts; without texts there is one call, the whole
+    reply.
 
     Args:
       marker: a special token that may come before a call without texts.

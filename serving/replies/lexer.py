@@ -10,8 +10,9 @@ SPACE = " \t\r\n"
 class Lexer:
     """Finds markers in text that arrives in pieces.
 
-    The result depends on the whole text only: the leftmost marker counts, and the end of a piece that may be the
-    beginning of a marker is held back. The text between two markers may come in several pieces.
+    The result depends on the whole text only: the leftmost marker counts, and the end of a piece
+    that may be the beginning of a marker is held back. The text between two markers may come in
+    several pieces.
 
     Args:
       markers: none of them is the beginning of another.

@@ -11,8 +11,8 @@ from serving.replies.spacing import Spacing
 class MarkedText:
     """Turns the growing text of a reply into its parts. Each piece of text is looked at once.
 
-    A region that holds no call is text, with its markers, exactly as the model wrote it. See `Spacing` for
-    white space beside regions.
+    A region that holds no call is text, with its markers, exactly as the model wrote it. See
+    `Spacing` for white space beside regions.
 
     Args:
       tools: the request's tools; None: regions of calls are text.

@@ -69,8 +69,8 @@ class Replies:
 
     Args:
       tokenizer: None if the model is served without one.
-      choice: name of a format, "harmony", "none", or "auto": the tokenizer's own `response_template`, else the
-        format whose signs the chat template has.
+      choice: name of a format, "harmony", "none", or "auto": the tokenizer's own
+        `response_template`, else the format whose signs the chat template has.
       end_ids: the model's end-of-sequence ids.
 
     Attributes:
@@ -167,7 +167,8 @@ class Replies:
         own = tokenizer.response_template
         if choice == "auto" and own is not None:
             self.name = "response_template"
-            # A text ends after its last token, so the parser needs that token only where the template names it.
+            # A text ends after its last token, so the parser needs that token only where the
+            # template names it.
             hidden = {one for one in self._end_ids if tokenizer.name_of(one) not in str(own)}
             self._shown = tokenizer.special_ids - hidden
             return
@@ -193,7 +194,8 @@ def _template_text(tokenizer: Tokenizer, prompt: str, tools: Tools | None) -> Te
     except Exception as error:  # a template is a file of the model's author
         raise ServiceError(
             Code.FAILED_PRECONDITION,
-            f"the model's response_template cannot be used ({error}); its operator may choose --reply-format",
+            f"the model's response_template cannot be used ({error}); its operator may choose "
+            "--reply-format",
         ) from error
     try:
         return TemplateText(tokenizer.response_parser, prompt, tools=tools)

@@ -8,7 +8,9 @@ from typing import Literal, Protocol, Self
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool: its name, which the client may not know, and its arguments as a JSON object."""
+    """A call of a tool: its name, which the client may not know, and its arguments as a JSON
+    object.
+    """
 
     name: str
     arguments: str
@@ -19,7 +21,8 @@ Item = tuple[Kind, str | ToolCall]
 """One item of a reply, with its kind."""
 
 
-# Not frozen, and with `items` only when read: a part is made for every delta, and both would triple its time.
+# Not frozen, and with `items` only when read: a part is made for every delta, and both would triple
+# its time.
 @dataclass(slots=True)
 class ReplyPart:
     """A piece of a reply: text for the user, reasoning, and complete tool calls. It is not changed.

@@ -1,4 +1,6 @@
-"""Readers of tool calls: each takes the pieces of a `Lexer` from the marker that opens a call to its end."""
+"""Readers of tool calls: each takes the pieces of a `Lexer` from the marker that opens a call to
+its end.
+"""
 
 import json
 import re
@@ -34,7 +36,8 @@ def _num_leading(text: str, letters: str) -> int:
 
 
 class JsonReader:
-    """JSON objects: {"name": ..., "arguments": {...}}. A marker within a JSON string is a part of the string.
+    """JSON objects: {"name": ..., "arguments": {...}}. A marker within a JSON string is a part of
+    the string.
 
     Args:
       opening: the marker before the objects; None: the first brace opens the region.
@@ -106,7 +109,8 @@ class JsonReader:
 
 
 class XmlReader:
-    """Qwen3-Coder's calls. Values are texts; a newline after the opening and one before the end are no part of them.
+    """Qwen3-Coder's calls. Values are texts; a newline after the opening and one before the end are
+    no part of them.
 
     <tool_call>
     <function=read>
@@ -116,13 +120,18 @@ class XmlReader:
     </function>
     </tool_call>
 
-    A value ends at the first </parameter> that is followed by another parameter or by </function>. The outer
-    marker may be missing at both ends, because models leave it out.
+    A value ends at the first </parameter> that is followed by another parameter or by </function>.
+    The outer marker may be missing at both ends, because models leave it out.
     """
 
     MARKERS = (
-        "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>",
-    )  # fmt: skip
+        "<tool_call>",
+        "</tool_call>",
+        "<function=",
+        "</function>",
+        "<parameter=",
+        "</parameter>",
+    )
 
     def __init__(self):
         self._calls: list[tuple[str, dict[str, str]]] = []

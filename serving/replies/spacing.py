@@ -6,8 +6,9 @@ from serving.replies.lexer import SPACE
 class Spacing:
     """Holds white space back until it is known whether it belongs to the text.
 
-    White space at the beginning and the end of reasoning, and between a region of calls and an end of the text, is
-    left out. Of the white space on both sides of a region within the text, that before it is kept.
+    White space at the beginning and the end of reasoning, and between a region of calls and an end
+    of the text, is left out. Of the white space on both sides of a region within the text, that
+    before it is kept.
 
     Attributes:
       has_text: whether anything but white space has come since `restart`.

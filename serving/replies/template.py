@@ -1,4 +1,6 @@
-"""Parses replies by the template that a model's own tokenizer_config.json has (`response_template`)."""
+"""Parses replies by the template that a model's own tokenizer_config.json has
+(`response_template`).
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -25,9 +27,9 @@ class Parser(Protocol):
 class TemplateText:
     """Turns the growing text of a reply into its parts, as `marked.MarkedText` does.
 
-    The text is fed a character at a time: where a field cannot be parsed, the parser raises and drops the events
-    of the piece that it was fed. Then the text since the last event is text of the reply, and a new parser
-    takes the rest.
+    The text is fed a character at a time: where a field cannot be parsed, the parser raises and
+    drops the events of the piece that it was fed. Then the text since the last event is text of the
+    reply, and a new parser takes the rest.
 
     Args:
       new_parser: makes transformers' parser after a prompt, or after "" within a reply.

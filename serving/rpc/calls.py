@@ -59,7 +59,9 @@ def constraint_of(message: Message, part: str) -> tuple[str, Structured | None]:
 
 
 async def accepted(context: grpc.aio.ServicerContext, request_id: str) -> None:
-    """Sends the id of an accepted request to the client. A draining server lets accepted requests end."""
+    """Sends the id of an accepted request to the client. A draining server lets accepted requests
+    end.
+    """
     # It fails if the client has left; the call is then cancelled.
     with contextlib.suppress(grpc.aio.InternalError):
         await context.send_initial_metadata((("x-request-id", request_id),))

@@ -1,8 +1,8 @@
 """Serves services of foreign protobuf packages without defining their symbols.
 
-A process can define each protobuf name once, so a copy of foreign messages cannot be imported beside the
-originals. Ours are in packages of our own. On the wire only field numbers count, and the server chooses the
-name of a service.
+A process can define each protobuf name once, so a copy of foreign messages cannot be imported
+beside the originals. Ours are in packages of our own. On the wire only field numbers count, and the
+server chooses the name of a service.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,8 @@ def pool(
 
 
 def refuse_unknown(message: Message, field: str) -> None:
-    """Refuses fields of a later version of a message: the server would ignore what the client asks for.
+    """Refuses fields of a later version of a message: the server would ignore what the client asks
+    for.
 
     Args:
       field: path of the message in the request; empty for the request itself.

@@ -52,13 +52,14 @@ class MessageLimits:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Refuses calls without a token, and ends a call with the status of the exception that it raised.
+    """Refuses calls without a token, and ends a call with the status of the exception that it
+    raised.
 
     Args:
       tokens: bearer tokens, read again for every call; if empty, no token is needed.
       limits: see `MessageLimits`.
-      on_refused: called with the method and the error of each call that raised `ServiceError`, health checks
-        excepted.
+      on_refused: called with the method and the error of each call that raised `ServiceError`,
+        health checks excepted.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ def _behaviour(handler: grpc.RpcMethodHandler) -> Callable:
 def _reader(handler: grpc.RpcMethodHandler, limits: MessageLimits, max_bytes: int) -> Callable:
     """A function that turns the bytes of a call into its message or messages.
 
-    gRPC's own deserialization answers UNKNOWN to invalid bytes, logs a traceback for each, and also reads messages
-    of clients without a token.
+    gRPC's own deserialization answers UNKNOWN to invalid bytes, logs a traceback for each, and also
+    reads messages of clients without a token.
     """
     descriptor = handler.request_deserializer.__self__.DESCRIPTOR
 
@@ -141,8 +142,8 @@ def _reader(handler: grpc.RpcMethodHandler, limits: MessageLimits, max_bytes: in
 class _Messages:
     """Messages of a call that streams its requests.
 
-    A message that is refused raises `ServiceError`, and the next `anext` reads on: a service may answer the
-    error within its stream.
+    A message that is refused raises `ServiceError`, and the next `anext` reads on: a service may
+    answer the error within its stream.
     """
 
     def __init__(self, stream: AsyncIterator[bytes], read: Callable[[bytes], Message]):
@@ -197,8 +198,9 @@ def _guarded_stream(
 def _status_of(error: Exception, report: Report) -> ServiceError:
     """The error for the client, without tracebacks.
 
-    gRPC keeps the exception that ends a call until a garbage collection. The frames of its traceback would keep the
-    message alive: some dozens of refused messages of 8 MiB would fill gigabytes.
+    gRPC keeps the exception that ends a call until a garbage collection. The frames of its
+    traceback would keep the message alive: some dozens of refused messages of 8 MiB would fill
+    gigabytes.
     """
     if isinstance(error, grpc.aio.AbortError):
         raise error
@@ -233,8 +235,8 @@ async def _refuse_stream(request, context):
 def _rebuilt(handler: grpc.RpcMethodHandler, behaviour: Callable) -> grpc.RpcMethodHandler:
     """The handler with another behaviour, which takes a stream of bytes.
 
-    Methods with a single request take a stream too: otherwise gRPC waits for the whole request, without a time
-    limit, before the behaviour can refuse the call.
+    Methods with a single request take a stream too: otherwise gRPC waits for the whole request,
+    without a time limit, before the behaviour can refuse the call.
     """
     responses = "stream" if handler.response_streaming else "unary"
     make = getattr(grpc, f"stream_{responses}_rpc_method_handler")

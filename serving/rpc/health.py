@@ -1,7 +1,8 @@
 """`grpc.health.v1.Health`: whether each service takes requests.
 
 It is open to clients without a token, so the number of watches is bounded. The servicer of
-grpcio-health-checking is not used: when one watcher leaves, it can lose later updates of the others.
+grpcio-health-checking is not used: when one watcher leaves, it can lose later updates of the
+others.
 """
 
 import asyncio

@@ -59,7 +59,9 @@ def _read(one: Option, field: str, value: object) -> object:
 
 
 def _plain(value: object) -> object:
-    """A value for comparison: strings of numbers and truth values are converted, lists become tuples."""
+    """A value for comparison: strings of numbers and truth values are converted, lists become
+    tuples.
+    """
     if isinstance(value, list | dict):
         return tuple(value)
     if not isinstance(value, str):

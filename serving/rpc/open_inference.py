@@ -168,7 +168,9 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             reader.cancel()
 
     async def _read(self, requests: AsyncIterator, context, replies: asyncio.Queue) -> None:
-        """Starts each request of the stream. The last reply is None, or the error that broke the call."""
+        """Starts each request of the stream. The last reply is None, or the error that broke the
+        call.
+        """
         room = asyncio.Semaphore(_MAX_OPEN)
         try:
             async with asyncio.TaskGroup() as group:
@@ -280,7 +282,8 @@ class OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         except UnicodeDecodeError as error:
             raise invalid(where, f"not valid UTF-8 ({error})") from error
         ask = Ask(
-            # Clients of this protocol number their requests from 1, so ids of several clients are equal.
+            # Clients of this protocol number their requests from 1, so ids of several clients are
+            # equal.
             request_id=f"{client_id}-{uuid.uuid4().hex}" if client_id else uuid.uuid4().hex,
             prompt=await self._frontend.encode(text, field=where, deadline=deadline),
             params=sampling.params,

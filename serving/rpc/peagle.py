@@ -302,7 +302,8 @@ def tools_of(chat: pb.Chat, frontend: Frontend) -> list[dict]:
     """The tools of a chat, as chat templates take them.
 
     Raises:
-      ServiceError: INVALID_ARGUMENT; they are too many or not valid, or the model has no format of calls.
+      ServiceError: INVALID_ARGUMENT; they are too many or not valid, or the model has no format of
+        calls.
     """
     limits, objects = frontend.limits, Arguments(frontend.limits)
     if len(chat.tools) > limits.max_tools:

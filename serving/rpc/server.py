@@ -20,7 +20,8 @@ from serving.rpc.wire import WireLimits
 from serving.tls import Certificates, Pems
 
 _OPTIONS = (
-    # Gateways ping idle connections every 30 s, load generators more often; by default gRPC closes these.
+    # Gateways ping idle connections every 30 s, load generators more often; by default gRPC closes
+    # these.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -56,7 +57,8 @@ _OWN_FILES = (
 _FOREIGN_FILES = {
     vllm.PACKAGE: vllm_engine_pb2.DESCRIPTOR,
     open_inference.PACKAGE: open_inference_pb2.DESCRIPTOR,
-    # Equal to v1alpha but for its name; older tools know only that one, newer ones try this one first.
+    # Equal to v1alpha but for its name; older tools know only that one, newer ones try this one
+    # first.
     _REFLECTION: reflection_pb2.DESCRIPTOR,
 }
 

@@ -1,4 +1,6 @@
-"""`vllm.grpc.engine.VllmEngine`: the service that gateways for vLLM call. Its proto documents all fields."""
+"""`vllm.grpc.engine.VllmEngine`: the service that gateways for vLLM call. Its proto documents all
+fields.
+"""
 
 import asyncio
 import dataclasses
@@ -34,8 +36,9 @@ SERVICE = f"{PACKAGE}.VllmEngine"
 DRAFTS = "x-spec-k"
 """Metadata key: drafts per round of a request."""
 _NOWHERE = f"/{NAME}/served"
-"""Prefix of model paths. A gateway looks for the tokenizer on its disk, then on the Hugging Face hub, then asks
-this server. A bare name could be another model's name on the hub; the hub has no names of three parts."""
+"""Prefix of model paths. A gateway looks for the tokenizer on its disk, then on the Hugging Face
+hub, then asks this server. A bare name could be another model's name on the hub; the hub has no
+names of three parts."""
 _MAX_ABORTS = 1024
 _LEAST_TOKENS = 64  # of a measurement of speed
 _CHUNK = 64 << 10  # bytes of the tokenizer's archive per message
@@ -207,8 +210,9 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
 class _Pace:
     """Measures tokens per second of a running sequence, times the slots.
 
-    Gateways divide the tokens that wait by this rate. The rate of all sequences would be higher where more of them
-    run, and a busy server would get more requests than an idle one. Time without requests does not count.
+    Gateways divide the tokens that wait by this rate. The rate of all sequences would be higher
+    where more of them run, and a busy server would get more requests than an idle one. Time without
+    requests does not count.
     """
 
     def __init__(self, frontend: Frontend):

@@ -1,7 +1,7 @@
 """Measures a serialized protobuf message before it is parsed.
 
-An empty submessage takes two bytes on the wire and 50 bytes of memory: 16 MiB become 430 MB. A packed list of
-millions of numbers is one field, and parsing it takes tens of milliseconds.
+An empty submessage takes two bytes on the wire and 50 bytes of memory: 16 MiB become 430 MB. A
+packed list of millions of numbers is one field, and parsing it takes tens of milliseconds.
 """
 
 from collections import Counter
@@ -51,9 +51,10 @@ class Excess:
 def find_excess(data: bytes, message: Descriptor, limits: WireLimits) -> Excess | None:
     """The first limit that `data` exceeds, or None.
 
-    A packed list is measured in bytes: it passes if it takes no more than the allowed count of longest numbers
-    does. The servicer counts the numbers after parsing. Lists of one path count together, because the parser
-    joins them. Measuring stops at the first excess, and where `data` is invalid: the parser reports that.
+    A packed list is measured in bytes: it passes if it takes no more than the allowed count of
+    longest numbers does. The servicer counts the numbers after parsing. Lists of one path count
+    together, because the parser joins them. Measuring stops at the first excess, and where `data`
+    is invalid: the parser reports that.
     """
     left = limits.fields
     num_bytes: Counter[str] = Counter()
@@ -102,7 +103,8 @@ _LONGEST = {
 
 @cache
 def _parts_of(descriptor: Descriptor) -> dict[int, tuple[str, Descriptor | None, int]]:
-    """Submessages and packed lists of a message by field number: name, message type, most bytes of a number.
+    """Submessages and packed lists of a message by field number: name, message type, most bytes of
+    a number.
 
     Cached, because a message may have thousands of such fields.
     """

@@ -25,9 +25,12 @@ MOE = replace(
 )
 DENSE = replace(tiny.TARGET, num_layers=4, hidden_size=160, intermediate_size=256, vocab_size=256)
 MIXED = replace(
-    tiny.TARGET, **tiny.VARIANTS["qwen3_moe with dense layers"], hidden_size=160, intermediate_size=64,
+    tiny.TARGET,
+    **tiny.VARIANTS["qwen3_moe with dense layers"],
+    hidden_size=160,
+    intermediate_size=64,
     vocab_size=256,
-)  # fmt: skip
+)
 
 
 def matrices(module) -> dict:
@@ -59,9 +62,14 @@ def test_random_weights_have_the_form_and_the_spread_of_a_real_model(form, confi
         spread = np.asarray(dequantize(values, scale, jnp.float32)).std()
         # A scale is up to 10 % off, and these matrices have few scales; the router has few weights.
         assert spread == pytest.approx(wanted, rel=0.12), (path, name)
-    assert quantised == {
-        "bf16": set(), "fp8": {"qkv", "out", "gate_up", "down"}, "mxfp4": {"gate_up", "down"},
-    }[form]  # fmt: skip
+    assert (
+        quantised
+        == {
+            "bf16": set(),
+            "fp8": {"qkv", "out", "gate_up", "down"},
+            "mxfp4": {"gate_up", "down"},
+        }[form]
+    )
     assert float(target.norm.weight[...].min()) == float(target.norm.weight[...].max()) == 1.0
     assert not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(target))
 
@@ -229,8 +237,11 @@ def test_variants_are_measured_in_the_order_in_which_they_are_written():
     written = ("peagle:7:load", "none", "eagle3:3", "peagle:7:load", "peagle:5")
     found = variants(Options(preset="tiny", variants=written))
     assert found == [
-        Variant("peagle", 7, "load"), Variant("none", 0), Variant("eagle3", 3), Variant("peagle", 5),
-    ]  # fmt: skip
+        Variant("peagle", 7, "load"),
+        Variant("none", 0),
+        Variant("eagle3", 3),
+        Variant("peagle", 5),
+    ]
     assert decode_step.kind(Options(preset="tiny", variants=written)) == "adaptive-step"
     assert decode_step.kind(Options(preset="tiny", variants=("none", "peagle:3"))) == "decode-step"
 

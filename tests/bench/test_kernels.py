@@ -1,4 +1,6 @@
-"""`peagle-bench kernels`: what is timed and compared, on a CPU with small kernels in the interpreter."""
+"""`peagle-bench kernels`: what is timed and compared, on a CPU with small kernels in the
+interpreter.
+"""
 
 from types import SimpleNamespace
 
@@ -48,7 +50,9 @@ def test_a_row_has_the_kernel_beside_its_reference():
 
 
 def test_every_call_has_arguments_of_its_own():
-    """Steps 1, 2 and 3 are added in turn to what the call before made, as a cache that is written in place."""
+    """Steps 1, 2 and 3 are added in turn to what the call before made, as a cache that is written
+    in place.
+    """
     seen = []
 
     def add(h, step):
@@ -130,7 +134,9 @@ def test_every_spec_is_a_case(op):
 
 @pytest.mark.parametrize("op", ["block_gemm", "moe"])
 def test_configs_are_the_chosen_one_and_others(op):
-    """On Hopper, of large products and all experts; whatever the config, arguments and bytes are the same."""
+    """On Hopper, of large products and all experts; whatever the config, arguments and bytes are
+    the same.
+    """
     found: dict[str, list] = {}
     for case in kernels.cases(op, configs_for=H200):
         found.setdefault(case.spec, []).append(case)

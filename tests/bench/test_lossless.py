@@ -1,4 +1,6 @@
-"""Losslessness as measured: what is compared, that drafts are accepted, and that a difference is found."""
+"""Losslessness as measured: what is compared, that drafts are accepted, and that a difference is
+found.
+"""
 
 import functools
 import json
@@ -15,9 +17,20 @@ from peagle_jax.method.verify import Verdict, verify
 from tests import tiny
 
 TINY = [
-    "--layers", "1", "--page-size", "8", "--prefill-chunk", "16", "--prompt-tokens", "40", "--max-tokens", "24", "--no-cache",
-    "--sha", "abc",
-]  # fmt: skip
+    "--layers",
+    "1",
+    "--page-size",
+    "8",
+    "--prefill-chunk",
+    "16",
+    "--prompt-tokens",
+    "40",
+    "--max-tokens",
+    "24",
+    "--no-cache",
+    "--sha",
+    "abc",
+]
 
 
 @pytest.fixture
@@ -44,8 +57,10 @@ def test_every_k_and_concurrency_is_compared(tiny_preset, tmp_path, capsys):
     assert sum(row["tokens_compared"] for row in found) >= 1000
     for row in found:
         assert (row["kind"], row["model"], row["weights"]) == (
-            "lossless", "tiny-fp8 (1 of 3 layers)", "fp8",
-        )  # fmt: skip
+            "lossless",
+            "tiny-fp8 (1 of 3 layers)",
+            "fp8",
+        )
         assert (row["sha"], row["temperature"]) == ("abc", 0.0)
         assert row["tokens_compared"] == 24 * row["texts"]
         assert row["texts_equal"] == row["texts"]

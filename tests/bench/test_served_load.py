@@ -1,4 +1,6 @@
-"""Load on a served full-size model: clients of both protocols, the bare engine beside, and the tables of the rows."""
+"""Load on a served full-size model: clients of both protocols, the bare engine beside, and the
+tables of the rows.
+"""
 
 import json
 import multiprocessing
@@ -33,14 +35,49 @@ def test_a_served_preset_has_rows_of_both_protocols_beside_the_bare_engine(tmp_p
     out = tmp_path / "rows.jsonl"
     small = ROOT / "tests" / "bench" / "small_presets"
     mine = os.environ | {
-        "PYTHONPATH": f"{small}{os.pathsep}{ROOT}", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": CHEAP,
-    }  # fmt: skip
+        "PYTHONPATH": f"{small}{os.pathsep}{ROOT}",
+        "HOME": str(tmp_path),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": CHEAP,
+    }
     command = [
-        sys.executable, "-m", "bench", "serve-load", "--preset", "qwen3-0.6b", "--layers", "1", "--no-cache",
-        "--synthetic-acceptance-length", "2.5", "--protocols", "grpc,http", "--concurrency", "2", "--client-processes", "2",
-        "--num-requests", "6", "--prompt-tokens", "24", "--max-tokens", "20", "--sha", "abc", "--out", str(out), "--",
-        "--max-model-len", "64", "--num-speculative-tokens", "3", "--adaptive", "off", "--prefill-chunk", "32",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "bench",
+        "serve-load",
+        "--preset",
+        "qwen3-0.6b",
+        "--layers",
+        "1",
+        "--no-cache",
+        "--synthetic-acceptance-length",
+        "2.5",
+        "--protocols",
+        "grpc,http",
+        "--concurrency",
+        "2",
+        "--client-processes",
+        "2",
+        "--num-requests",
+        "6",
+        "--prompt-tokens",
+        "24",
+        "--max-tokens",
+        "20",
+        "--sha",
+        "abc",
+        "--out",
+        str(out),
+        "--",
+        "--max-model-len",
+        "64",
+        "--num-speculative-tokens",
+        "3",
+        "--adaptive",
+        "off",
+        "--prefill-chunk",
+        "32",
+    ]
     made = subprocess.run(command, env=mine, cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr[-3000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -92,7 +129,9 @@ ANSWERS = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_client_of_http_reads_streams_of_one_connection(name):
-    """A server that answers each request of a connection with the next text, or with all of them in pieces."""
+    """A server that answers each request of a connection with the next text, or with all of them in
+    pieces.
+    """
     texts, codes, counts = ANSWERS[name]
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -168,10 +207,18 @@ class IdleEngine:
         return bool(self._open)
 
     def add_request(self, prompt, params):
-        self._open.append(SimpleNamespace(
-            prompt=prompt, output=[1], is_finished=True, error=None, rounds=1, arrival_time=0.0, first_token_time=0.0,
-            finish_time=1.0,
-        ))  # fmt: skip
+        self._open.append(
+            SimpleNamespace(
+                prompt=prompt,
+                output=[1],
+                is_finished=True,
+                error=None,
+                rounds=1,
+                arrival_time=0.0,
+                first_token_time=0.0,
+                finish_time=1.0,
+            )
+        )
         self.came.append(drive_clock())
         return self._open[-1]
 
@@ -227,12 +274,27 @@ def test_mistakes_are_one_line(tmp_path, capsys, message):
 
 def served(protocol: str, concurrency: int, speed: float, **changes) -> dict:
     found = row(
-        "served", "peagle", 7, model="qwen3-coder-30b-a3b-fp8", protocol=protocol, concurrency=concurrency, rate=None,
-        duration=None, prompt_tokens=512, synthetic_acceptance_length=3.1, tokens_per_second=speed,
-        bare_tokens_per_second=1000.0, served_over_bare=speed / 1000, codes={"OK": 32}, port_seconds=9.0,
-        serving_seconds=20.0, programs_seconds=21.0, programs_on_disk=4, api_processes=1,
+        "served",
+        "peagle",
+        7,
+        model="qwen3-coder-30b-a3b-fp8",
+        protocol=protocol,
+        concurrency=concurrency,
+        rate=None,
+        duration=None,
+        prompt_tokens=512,
+        synthetic_acceptance_length=3.1,
+        tokens_per_second=speed,
+        bare_tokens_per_second=1000.0,
+        served_over_bare=speed / 1000,
+        codes={"OK": 32},
+        port_seconds=9.0,
+        serving_seconds=20.0,
+        programs_seconds=21.0,
+        programs_on_disk=4,
+        api_processes=1,
         processes=[{"role": "engine", "resident_mib": 2048.0, "cpu_seconds": 1.0}],
-    )  # fmt: skip
+    )
     figures = {
         name: {"p50": 1.0, "p99": 2.0, "max": 3.0} for name in ("ttft_ms", "tpot_ms", "gap_ms")
     }

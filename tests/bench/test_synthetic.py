@@ -54,10 +54,14 @@ def accepted_of(rule, seed: int, num_draft: int, count: int) -> list[int]:
     row = lambda value, dtype: jnp.full(count, value, dtype)
     params = RequestParams(
         seed=jnp.tile(jnp.array([[0, seed]], jnp.uint32), (count, 1)),
-        temperature=row(0, jnp.float32), top_k=row(0, jnp.int32), top_p=row(1, jnp.float32),
-        min_p=row(0, jnp.float32), num_draft=row(num_draft, jnp.int32),
-        num_logprobs=row(-1, jnp.int32), adjusts=row(0, jnp.int32),
-    )  # fmt: skip
+        temperature=row(0, jnp.float32),
+        top_k=row(0, jnp.int32),
+        top_p=row(1, jnp.float32),
+        min_p=row(0, jnp.float32),
+        num_draft=row(num_draft, jnp.int32),
+        num_logprobs=row(-1, jnp.int32),
+        adjusts=row(0, jnp.int32),
+    )
     positions = 10 * jnp.arange(count)[:, None] + jnp.arange(num_draft + 1)
     drafts = jnp.zeros((count, num_draft), jnp.int32)
     verdict = rule(jnp.zeros((count, num_draft + 1, 4)), drafts, None, positions, params)

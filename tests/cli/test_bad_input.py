@@ -1,4 +1,6 @@
-"""Every mistake a user can make is one line on stderr and exit code 2, before anything is generated."""
+"""Every mistake a user can make is one line on stderr and exit code 2, before anything is
+generated.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Mistakes in options show before jax is imported, which takes seconds: one process tries all of a command."""
+"""Mistakes in options show before jax is imported, which takes seconds: one process tries all of a
+command.
+"""
 
 import json
 import os
@@ -42,7 +44,10 @@ OF_ALL = {
         ("x --unknown", "--unknown"),
         ("x -K many", "'many'"),
         ("x -K 100", "num_speculative_tokens=100 must lie between 0 and 32"),
-        ("x --num-speculative-tokens-per-batch-size [[1,8,3]]", "batch-size is removed: adaptive load"),
+        (
+            "x --num-speculative-tokens-per-batch-size [[1,8,3]]",
+            "batch-size is removed: adaptive load",
+        ),
         ("x --ngram 6", "--ngram is removed: it had run on CPUs only"),
         ("x --adaptive fast", "'fast' must be off or load"),
         ("x --adaptive survival", "'survival' is removed: it had"),
@@ -110,7 +115,7 @@ OF_ALL = {
         ("x --tls-ca /no/such", "/no/such"),
         ("x --logprobs 2", "--logprobs needs --json"),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("module", OF_ALL)
@@ -123,8 +128,13 @@ def test_mistakes_show_before_jax_is_imported(module, folders):
     environment = {name: text for name, text in os.environ.items() if not name.startswith("PEAGLE")}
     done = subprocess.run(
         [sys.executable, "-c", _TRY_ALL, argument],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     wrong = []
     for (argv, part), (code, error) in zip(cases, json.loads(done.stdout), strict=True):

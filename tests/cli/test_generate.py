@@ -59,8 +59,14 @@ def test_streamed_text_is_the_completion_text(generate, folders):
 
 def test_json_gives_tokens_counts_and_timings_for_each_prompt_and_a_summary(generate, folders):
     code, out, _ = generate(
-        PROMPT, "return xs", *folders.options(), *COMPARED, "--json", "--logprobs", "2",
-    )  # fmt: skip
+        PROMPT,
+        "return xs",
+        *folders.options(),
+        *COMPARED,
+        "--json",
+        "--logprobs",
+        "2",
+    )
     first, second, summary = objects(out)
     assert code == 0
     assert first["prompt"] == PROMPT
@@ -163,9 +169,7 @@ def test_chat_mistakes_are_one_line(generate, broken, options, message):
 
 def test_limit_takes_the_first_prompts(generate, folders, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
-    code, out, _ = generate(
-        "--prompts", file, "--limit", "2", *folders.options(), *SHORT, "--json"
-    )  # fmt: skip
+    code, out, _ = generate("--prompts", file, "--limit", "2", *folders.options(), *SHORT, "--json")
     assert code == 0
     assert [row["prompt"] for row in objects(out)[:2]] == ["a", "b"]
     assert len(objects(out)) == 3
@@ -182,8 +186,15 @@ def test_compare_shows_three_methods_and_finds_no_difference(generate, folders, 
     file = write_rows(tmp_path / "rows.jsonl", {"prompt": "def f(x):"}, {"prompt": "return"})
     heads = [f"--drafter={folders.eagle3}", f"--drafter={folders.peagle}"]
     code, out, _ = generate(
-        "--compare", PROMPT, file, "--model", folders.target, *heads, *COMPARED, "--no-cache",
-    )  # fmt: skip
+        "--compare",
+        PROMPT,
+        file,
+        "--model",
+        folders.target,
+        *heads,
+        *COMPARED,
+        "--no-cache",
+    )
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[2:5]] == ["plain", "EAGLE-3", "P-EAGLE"]
     assert "3 outputs are those of plain decoding (float32)" in out

@@ -1,4 +1,6 @@
-"""`peagle-generate --show-drafts` marks tokens by their fate, and `--compare` draws its table as it runs."""
+"""`peagle-generate --show-drafts` marks tokens by their fate, and `--compare` draws its table as it
+runs.
+"""
 
 import io
 import re

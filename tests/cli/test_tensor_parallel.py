@@ -1,4 +1,6 @@
-"""`--tensor-parallel`: the same text on several devices, and one line where they cannot share the model."""
+"""`--tensor-parallel`: the same text on several devices, and one line where they cannot share the
+model.
+"""
 
 import pytest
 

@@ -1,8 +1,8 @@
 """A model of the device in plain Python.
 
-`FakeDevice` keeps the caches of target and drafter as token ids behind the page tables, and rings for
-layers with sliding windows. Every token it emits is a function of what it reads there. A page lost,
-shared, or remapped too early changes the output.
+`FakeDevice` keeps the caches of target and drafter as token ids behind the page tables, and rings
+for layers with sliding windows. Every token it emits is a function of what it reads there. A page
+lost, shared, or remapped too early changes the output.
 """
 
 import itertools
@@ -100,7 +100,9 @@ class FakeDevice:
         self.first = [0] * config.max_num_seqs
         """Per slot the first position that its request wrote: the length of its hit."""
         self.found: dict[int, int] = {}
-        """Pages that a request found, with their numbers: no call writes to them while they are known."""
+        """Pages that a request found, with their numbers: no call writes to them while they are
+        known.
+        """
         self.num_found = 0
         self.owners: list = [None] * config.max_num_seqs
         self.rings = {

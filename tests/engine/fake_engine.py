@@ -124,7 +124,9 @@ class FakeEngine:
         self.scheduler.check_integrity()
 
     def check_round(self, request: Request, tokens: list[int]) -> None:
-        """The drafts that the host read are those that the device verified: their leading ones are output."""
+        """The drafts that the host read are those that the device verified: their leading ones are
+        output.
+        """
         if request.last_round is None:
             assert len(tokens) == 1, request.error
             return
@@ -234,6 +236,14 @@ def random_prompt(rng: random.Random, most: int, earlier: list[Request]) -> list
 
 def make_config(J, B, max_len, Z, P, T, R, N=1, saved=0) -> EngineConfig:
     return EngineConfig(
-        num_draft=J, max_num_seqs=B, max_model_len=max_len, page_size=Z, num_pages=P,
-        prefill_chunk=T, prefill_rows=R, prefill_calls=N, max_waiting=3, saved_rings=saved,
-    )  # fmt: skip
+        num_draft=J,
+        max_num_seqs=B,
+        max_model_len=max_len,
+        page_size=Z,
+        num_pages=P,
+        prefill_chunk=T,
+        prefill_rows=R,
+        prefill_calls=N,
+        max_waiting=3,
+        saved_rings=saved,
+    )

@@ -121,7 +121,9 @@ CROWD = [ask(prompt=[i] * 5) for i in range(1, 4)] + [
     ask(prompt=[4] * 5, aborted=3),
     ask(stop_ids=tuple(range(VOCAB))),
 ]
-"""More than their pages hold: some are preempted, one stops, one is aborted, and the rest end by length."""
+"""More than their pages hold: some are preempted, one stops, one is aborted, and the rest end by
+length.
+"""
 
 
 def test_tokens_are_one_and_rounds_and_accepted_drafts(num_cases):

@@ -87,8 +87,11 @@ def test_the_engine_loads_what_children_compiled_although_one_died(folder, monke
 
 @pytest.mark.parametrize(
     ("accept", "reason"),
-    [(dies, "ended with signal SIGKILL, twice"), (is_refused, "NotImplementedError: this rule has no kernel")],
-)  # fmt: skip
+    [
+        (dies, "ended with signal SIGKILL, twice"),
+        (is_refused, "NotImplementedError: this rule has no kernel"),
+    ],
+)
 def test_a_program_that_cannot_be_compiled_is_named(folder, accept, reason):
     with pytest.raises(CompileError, match=r"the program of .* cannot be compiled: .*") as caught:
         engine(accept).compile_missing()

@@ -1,4 +1,6 @@
-"""Constrained and free requests in any mix, against `FakeDevice`, which obeys the masks of its calls."""
+"""Constrained and free requests in any mix, against `FakeDevice`, which obeys the masks of its
+calls.
+"""
 
 import functools
 import random
@@ -65,7 +67,8 @@ def text_of(tokens: list[int]) -> str:
 
 
 def check_rule(engine: FakeEngine, calls: Calls) -> int:
-    """A constrained request has one call in flight at most, and none goes while another's round runs.
+    """A constrained request has one call in flight at most, and none goes while another's round
+    runs.
 
     Returns how many constrained rows the round has.
     """

@@ -165,7 +165,9 @@ def test_forced_drafts_replace_the_drafters_and_are_certain(draft_sampling):
 
 
 def test_the_largest_numbers_that_are_accepted_run(plain):
-    """Beyond the engine's length nothing ends a text, so `min_tokens` may be any number up to `max_tokens`."""
+    """Beyond the engine's length nothing ends a text, so `min_tokens` may be any number up to
+    `max_tokens`.
+    """
     largest = SamplingParams(
         max_tokens=2**70,
         min_tokens=2**70,

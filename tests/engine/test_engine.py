@@ -1,4 +1,6 @@
-"""The engine through its public face: endings, aborts, refusals, logprobs, seeds, overlap, no recompiling."""
+"""The engine through its public face: endings, aborts, refusals, logprobs, seeds, overlap, no
+recompiling.
+"""
 
 import jax
 import jax.monitoring
@@ -20,9 +22,15 @@ from tests.tiny import causal_attention
 J, MAX_TOKENS, VOCAB = 3, 20, tiny.TARGET.vocab_size
 EOS_IDS = tuple(range(112, VOCAB))  # an eighth of the vocabulary: texts do end in a random model
 SIZES = dict(
-    num_draft=J, max_num_seqs=4, max_model_len=64, page_size=4, prefill_chunk=8, prefill_rows=2,
-    max_waiting=6, max_logprobs=3,
-)  # fmt: skip
+    num_draft=J,
+    max_num_seqs=4,
+    max_model_len=64,
+    page_size=4,
+    prefill_chunk=8,
+    prefill_rows=2,
+    max_waiting=6,
+    max_logprobs=3,
+)
 PROMPTS = [
     np.random.default_rng(i).integers(2, VOCAB, n).tolist()
     for i, n in enumerate((1, 5, 8, 9, 16, 23, 3, 30))

@@ -1,4 +1,6 @@
-"""Grammars and their masks, without a model: drafts in any state, markers of reasoning, hostile grammars."""
+"""Grammars and their masks, without a model: drafts in any state, markers of reasoning, hostile
+grammars.
+"""
 
 import json
 import random
@@ -74,8 +76,8 @@ def bits_of(masks: np.ndarray) -> np.ndarray:
 
 
 def one_by_one(matcher_of, drafts: list[int], size: int) -> list[np.ndarray | None]:
-    """The row before each draft and after the last, each from a matcher that has consumed the drafts before
-    it. None behind a forbidden draft."""
+    """The row before each draft and after the last, each from a matcher that has consumed the
+    drafts before it. None behind a forbidden draft."""
     rows = []
     for number in range(len(drafts) + 1):
         matcher = matcher_of()
@@ -151,12 +153,21 @@ def write(matcher: Matcher, rng: random.Random, size: int, eos: int, most: int) 
     [
         (Structured.regex(r"[0-9]{3}-[a-f]+/x"), lambda t: t[3] == "-" and t.endswith("/x")),
         (Structured.choice(["yes", 'no "é"\n', "😀"]), {"yes", 'no "é"\n', "😀"}.__contains__),
-        (Structured.grammar('start: "a" b\nb: "b" | "[" b "]"'), lambda t: t.count("[") == t.count("]")),
-        (Structured.grammar('root ::= "x" y\ny ::= [0-9]'), lambda t: len(t) == 2 and t[1].isdigit()),
-        (Structured.json_schema({"enum": ["a", 1, None]}), lambda t: json.loads(t) in ("a", 1, None)),
+        (
+            Structured.grammar('start: "a" b\nb: "b" | "[" b "]"'),
+            lambda t: t.count("[") == t.count("]"),
+        ),
+        (
+            Structured.grammar('root ::= "x" y\ny ::= [0-9]'),
+            lambda t: len(t) == 2 and t[1].isdigit(),
+        ),
+        (
+            Structured.json_schema({"enum": ["a", 1, None]}),
+            lambda t: json.loads(t) in ("a", 1, None),
+        ),
         (Structured.json_schema(True), lambda t: json.loads(t) is not ...),
     ],
-)  # fmt: skip
+)
 def test_every_kind_of_constraint_gives_texts_that_obey_it(plain, structured, check):
     compiler, rng, ended = grammars(plain), random.Random(1), 0
     for _ in range(5):

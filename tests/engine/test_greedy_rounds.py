@@ -1,4 +1,6 @@
-"""Batches of greedy requests run a program without branches; every other batch runs the general one."""
+"""Batches of greedy requests run a program without branches; every other batch runs the general
+one.
+"""
 
 import itertools
 import random
@@ -34,7 +36,8 @@ def config(greedy_rounds: bool, kind=EngineConfig, **changes) -> EngineConfig:
 
 ONE_BUCKET = config(True, programs.OneBucketConfig)
 CALLS_OF_THREE = replace(ONE_BUCKET, rounds_per_call=3, max_model_len=128, page_size=128)
-"""A call of three rounds for greedy requests; one page, so that a planned call serves many rounds."""
+"""A call of three rounds for greedy requests; one page, so that a planned call serves many rounds.
+"""
 
 
 @pytest.fixture(scope="module")

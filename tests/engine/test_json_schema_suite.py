@@ -1,4 +1,6 @@
-"""The JSON Schema Test Suite: its schemas are enforced or refused by name, and no invalid instance is admitted."""
+"""The JSON Schema Test Suite: its schemas are enforced or refused by name, and no invalid instance
+is admitted.
+"""
 
 import json
 import random

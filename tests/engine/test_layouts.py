@@ -62,9 +62,13 @@ def test_an_engine_whose_weights_moved_writes_the_same_text(warms_up, request):
 
     def text() -> list:
         config = EngineConfig(
-            num_draft=2, max_num_seqs=2, max_model_len=64, page_size=8, prefill_chunk=16,
+            num_draft=2,
+            max_num_seqs=2,
+            max_model_len=64,
+            page_size=8,
+            prefill_chunk=16,
             dtype="float32",
-        )  # fmt: skip
+        )
         engine = Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), config)
         if warms_up:
             one_bucket(engine)

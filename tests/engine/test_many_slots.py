@@ -16,9 +16,15 @@ from tests.programs import OneBucketConfig, one_bucket
 
 SLOTS, REQUESTS, LONGEST = 256, 2000, 32
 CONFIG = OneBucketConfig(
-    num_draft=2, max_num_seqs=SLOTS, max_model_len=64, page_size=4, prefill_chunk=16,
-    prefill_rows=64, num_pages=1200, rounds_per_call=4,
-)  # fmt: skip
+    num_draft=2,
+    max_num_seqs=SLOTS,
+    max_model_len=64,
+    page_size=4,
+    prefill_chunk=16,
+    prefill_rows=64,
+    num_pages=1200,
+    rounds_per_call=4,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +51,9 @@ def followers(texts: list[list[int]]) -> Followers:
 
 
 def test_every_text_of_many_slots_equals_its_solo_run():
-    """Requests come in bursts, 15 % are aborted in their course, and pages are too few for all slots."""
+    """Requests come in bursts, 15 % are aborted in their course, and pages are too few for all
+    slots.
+    """
     rng, target = random.Random(7), tiny.target(**tiny.ONE_LAYER)
     prompts = [[rng.randrange(2, 128) for _ in range(rng.randint(1, 20))] for _ in range(150)]
     params = lambda n: SamplingParams(max_tokens=n, ignore_eos=True)

@@ -197,7 +197,9 @@ def test_what_a_state_holds_of_drafts_is_part_of_the_plan(monkeypatch, changes):
 
 
 def test_memory_of_dead_cycles_is_free():
-    """Nothing collects garbage while a server starts; weights that a module has replaced stay in its cycle."""
+    """Nothing collects garbage while a server starts; weights that a module has replaced stay in
+    its cycle.
+    """
 
     class Module:
         def __init__(self):

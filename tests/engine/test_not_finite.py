@@ -24,9 +24,13 @@ FAMILIES = ["llama", "qwen3_moe", "gpt_oss"]
 
 
 SIZES = dict(
-    max_num_seqs=3, max_model_len=48, page_size=4, prefill_chunk=8, prefill_rows=2,
+    max_num_seqs=3,
+    max_model_len=48,
+    page_size=4,
+    prefill_chunk=8,
+    prefill_rows=2,
     num_pages=3 * 12 + 1,
-)  # fmt: skip
+)
 
 
 def engine_of(target, method: str, num_draft: int, head=None, **changes) -> Engine:
@@ -58,7 +62,9 @@ def check_failed(completion, num_tokens: int | None = None) -> None:
     [("llama", *method) for method in METHODS] + [(name, "peagle", 3) for name in FAMILIES[1:]],
 )
 def test_one_bad_token_ends_its_request_alone(family, method, num_draft, caplog):
-    """In the prompt and, met in a round, in the text; pages, slots and rings go to the next request."""
+    """In the prompt and, met in a round, in the text; pages, slots and rings go to the next
+    request.
+    """
     caplog.set_level(logging.ERROR)
     engine = engine_of(poisoned(family), method, num_draft)
     sick = [[5, BAD], [BAD, *range(2, 20)], [*range(2, 30), BAD, 7]]
@@ -113,8 +119,8 @@ def test_a_text_fails_at_the_same_token_with_and_without_drafts(family):
 def test_one_number_of_any_matrix_is_found(family, number):
     """Each matrix of the target in turn, the projection of values and the router among them.
 
-    An expert that no row chose changes nothing, and an infinity may only take a token's probability or be
-    clamped away: then all numbers that come out are finite.
+    An expert that no row chose changes nothing, and an infinity may only take a token's probability
+    or be clamped away: then all numbers that come out are finite.
     """
     target = tiny.target(**tiny.FAMILIES[family])
     params = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=2)

@@ -102,7 +102,7 @@ class Flat(Constant):
         (Flat(jnp.int32(1), 3), {}, r"proposes tokens int32\[1\]: they must be int32\[1, 3\]"),
         (None, dict(taps=[1]), "are for a drafter without a head"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_drafter_is_refused_in_a_sentence(drafter, given, rule):
     config = replace(CONFIG, max_num_seqs=1)
     with pytest.raises(ConfigError, match=rule):
@@ -188,7 +188,7 @@ def test_processes_that_compile_import_the_drafter(folder):
         (["--drafter", "repeat:Repeat", "--method", "peagle"], "method peagle is of a head"),
         (["--drafter", "repeat:Repeat", "--tensor-parallel", "2"], "runs on one device"),
     ],
-)  # fmt: skip
+)
 def test_a_drafter_that_cannot_be_loaded_is_one_line(folder, arguments, rule):
     done = command(folder, "peagle_jax", "x", *arguments)
     assert done.returncode == 2

@@ -89,7 +89,9 @@ def test_a_long_prompt_takes_a_long_chunk_unless_others_wait(remaining, shape):
 
 @pytest.mark.slow
 def test_no_request_waits_for_a_long_chunk():
-    """Beside a request that decodes a long prompt has chunks of the usual size, and the text is the same."""
+    """Beside a request that decodes a long prompt has chunks of the usual size, and the text is the
+    same.
+    """
     rng = np.random.default_rng(5)
     short, long = (rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in (5, 100))
     params = SamplingParams(max_tokens=20, ignore_eos=True)

@@ -82,7 +82,9 @@ def test_equal_priorities_are_served_in_order_of_arrival_under_any_load():
 def test_long_prompts_do_not_delay_rounds_by_more_than_the_calls_between_two(
     rows, calls, num_cases
 ):
-    """Every running request is in every round, and between two rounds lies one call of R chunks, or N."""
+    """Every running request is in every round, and between two rounds lies one call of R chunks, or
+    N.
+    """
     for seed in range(num_cases("mixes of long prompts and running requests", 4)):
         rng = random.Random(seed)
         engine = FakeEngine(make_config(J=2, B=6, R=rows, N=calls, **ROOMY), seed=seed)

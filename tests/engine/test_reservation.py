@@ -57,7 +57,9 @@ def test_pages_ahead_return_before_they_run_out(pages):
 
 
 def pages_ahead(engine: FakeEngine, *waiting: list[int]) -> int:
-    """Pages that the first request holds and does not need, after some rounds beside `waiting` prompts."""
+    """Pages that the first request holds and does not need, after some rounds beside `waiting`
+    prompts.
+    """
     request = engine.add([3] * 60, max_tokens=60, ignore_eos=True)
     engine.step()
     for prompt in waiting:

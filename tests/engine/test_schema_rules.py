@@ -1,4 +1,6 @@
-"""Schemas that llguidance would enforce in part, or not at the end: each is refused by its place, or enforced."""
+"""Schemas that llguidance would enforce in part, or not at the end: each is refused by its place,
+or enforced.
+"""
 
 import datetime
 import ipaddress
@@ -49,16 +51,21 @@ INEXACT = {
     "#/enum: 9007199254740993 ": '{"enum": [1, 9007199254740993]}',
     "#/const: 12345678901234567890123 ": '{"const": 12345678901234567890123}',
     "#/maximum: 9223372036854775811 ": '{"type": "integer", "maximum": 9223372036854775811}',
-    "#/minimum: -9223372036854775809 ": '{"type": "integer", "minimum": -9223372036854775809, "maximum": -9223372036854775809}',
-    "#/exclusiveMinimum: 9007199254740992 ": '{"type": "integer", "exclusiveMinimum": 9007199254740992}',
-    "#/exclusiveMaximum: -9007199254740992 ": '{"type": "integer", "exclusiveMaximum": -9007199254740992}',
+    "#/minimum: -9223372036854775809 ": '{"type": "integer", "minimum": -9223372036854775809, '
+    '"maximum": -9223372036854775809}',
+    "#/exclusiveMinimum: 9007199254740992 ": '{"type": "integer", "exclusiveMinimum": '
+    "9007199254740992}",
+    "#/exclusiveMaximum: -9007199254740992 ": '{"type": "integer", "exclusiveMaximum": '
+    "-9007199254740992}",
     "#/multipleOf: 9007199254740993 ": '{"type": "integer", "multipleOf": 9007199254740993}',
-    "#/$defs/id/anyOf/1/properties/x/const: 9007199254740993 ": '{"$ref": "#/$defs/id", "$defs": {"id": {"anyOf": [{}, {"properties": {"x": {"const": 9007199254740993}}}]}}}',
+    "#/$defs/id/anyOf/1/properties/x/const: "
+    "9007199254740993 ": '{"$ref": "#/$defs/id", "$defs": {"id": {"anyOf": [{}, {"properties": '
+    '{"x": {"const": 9007199254740993}}}]}}}',
     "#/const: 9007199254740995 ": '{"const": {"a": [9007199254740995]}}',
     "#/maximum: 1e+300 ": '{"type": "number", "maximum": 1e300}',
     "#/const: 123456789.12345679 ": '{"const": 123456789.12345679}',
     "#/minimum: 7.81736020229395e-10 ": '{"type": "number", "minimum": 7.81736020229395e-10}',
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("place", INEXACT)
@@ -72,11 +79,19 @@ EXACT = [
     ({"const": 9007199254740992}, "9007199254740992", "9007199254740993"),
     ({"enum": [-9007199254740991]}, "-9007199254740991", "-9007199254740992"),
     ({"type": "integer", "maximum": 9007199254740992}, "9007199254740992", "9007199254740993"),
-    ({"type": "integer", "exclusiveMinimum": 9007199254740991}, "9007199254740992", "9007199254740991"),
+    (
+        {"type": "integer", "exclusiveMinimum": 9007199254740991},
+        "9007199254740992",
+        "9007199254740991",
+    ),
     ({"const": 3.141592653589793}, "3.141592653589793", "3.141592653589794"),
     ({"type": "integer", "default": 2**60, "examples": [2**61]}, str(2**70), "0.5"),
-    ({"type": "object", "properties": {"const": {"default": 2**60}, "minimum": {}}}, '{"const": 1}', "1"),
-]  # fmt: skip
+    (
+        {"type": "object", "properties": {"const": {"default": 2**60}, "minimum": {}}},
+        '{"const": 1}',
+        "1",
+    ),
+]
 
 
 @pytest.mark.parametrize(("schema", "valid", "invalid"), EXACT)
@@ -106,13 +121,27 @@ def test_decimals_that_pass_are_written_as_they_are(grammars, tokenizer):
 TOO_MANY = {
     "one object": (named(520), "#"),
     "free keys": (named(500, additionalProperties=True), "#"),
-    "within an array": ({"type": "array", "items": {"anyOf": [named(520), {"type": "null"}]}}, "#/items"),
+    "within an array": (
+        {"type": "array", "items": {"anyOf": [named(520), {"type": "null"}]}},
+        "#/items",
+    ),
     "alternatives": ({"anyOf": [named(300), named(300, "q")]}, "#"),
-    "parts": ({"allOf": [named(300, additionalProperties=True), named(300, "q", additionalProperties=True)]}, "#"),
-    "a reference": ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": named(520)}}, "#/properties/a"),
+    "parts": (
+        {
+            "allOf": [
+                named(300, additionalProperties=True),
+                named(300, "q", additionalProperties=True),
+            ]
+        },
+        "#",
+    ),
+    "a reference": (
+        {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": named(520)}},
+        "#/properties/a",
+    ),
     "behind a required one": (named(2010, required=["p0000"]), "#"),
     "one at least": (named(45, minProperties=1), "#"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TOO_MANY)
@@ -129,12 +158,21 @@ FITTING = {
     "behind a required one": (named(1800, required=["p0000"]), '{"p0000": 1,'),
     "one at least": (named(44, minProperties=1), '{"p0003": 1,'),
     "one at most": (named(200, maxProperties=1), '{"p0003": 1'),
-    "required by another part": ({"allOf": [named(600), {"required": list(named(600)["properties"])}]}, '{"p0000": 1,'),
-    "many alternatives": ({"anyOf": [named(1, required=["p0000"], title=str(i)) for i in range(600)] + [named(9)]}, '{"p0000": 1'),
-    "a union with tags": ({"anyOf": [named(50, f"p{i}", required=[f"p{i}0000"]) for i in range(100)]}, '{"p30000": 1,'),
+    "required by another part": (
+        {"allOf": [named(600), {"required": list(named(600)["properties"])}]},
+        '{"p0000": 1,',
+    ),
+    "many alternatives": (
+        {"anyOf": [named(1, required=["p0000"], title=str(i)) for i in range(600)] + [named(9)]},
+        '{"p0000": 1',
+    ),
+    "a union with tags": (
+        {"anyOf": [named(50, f"p{i}", required=[f"p{i}0000"]) for i in range(100)]},
+        '{"p30000": 1,',
+    ),
     "many constants": ({"anyOf": [{"const": i} for i in range(600)] + [named(9)]}, '{"p0000": 1'),
     "alternatives": ({"anyOf": [named(240), named(240, "q"), {"type": "null"}]}, '{"q0003": 1,'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FITTING)
@@ -147,7 +185,15 @@ def test_objects_that_pass_fit_the_parsers_rows(grammars, tokenizer, name):
 @pytest.mark.parametrize(
     ("schema", "is_enforced"),
     [
-        ({"type": "object", "patternProperties": {"^a$": {}}, "additionalProperties": False, "minProperties": 2}, False),
+        (
+            {
+                "type": "object",
+                "patternProperties": {"^a$": {}},
+                "additionalProperties": False,
+                "minProperties": 2,
+            },
+            False,
+        ),
         ({"minProperties": 2}, False),
         ({"type": ["object", "null"], "required": ["a"], "minProperties": 3}, False),
         ({"anyOf": [{"type": "null"}, {"type": "object", "minProperties": 2}]}, False),
@@ -156,7 +202,7 @@ def test_objects_that_pass_fit_the_parsers_rows(grammars, tokenizer, name):
         ({"type": "string", "minProperties": 2}, True),
         (named(3, required=["p0000", "p0001", "p0002"], minProperties=3), True),
     ],
-)  # fmt: skip
+)
 def test_free_keys_that_may_repeat_do_not_count(grammars, schema, is_enforced):
     if is_enforced:
         grammars.compile(Structured.json_schema(schema))
@@ -248,16 +294,14 @@ FORMATS = {
     "date": datetime.date.fromisoformat,
     "time": rfc3339_time,
     "date-time": lambda text: (
-        text[10] == "T"
-        and datetime.date.fromisoformat(text[:10])
-        and rfc3339_time(text[11:])
+        text[10] == "T" and datetime.date.fromisoformat(text[:10]) and rfc3339_time(text[11:])
     ),
     "hostname": lambda text: len(text) <= 253 and re.fullmatch(FQDN, text.lower()),
     "email": lambda text: len(text) <= 254 and re.fullmatch(AJV_EMAIL, text.lower()),
     "ipv4": ipaddress.IPv4Address,
     "ipv6": ipaddress.IPv6Address,
     "uuid": uuid.UUID,
-}  # fmt: skip
+}
 """What other libraries say of a text: false, or `ValueError`, if they refuse it."""
 REFUSED_BY_FORMAT = {
     "date": ["2023-02-29", "1900-02-29", "0000-01-01", "2024-04-31", "2024-1-1"],

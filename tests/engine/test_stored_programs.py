@@ -126,9 +126,13 @@ def test_another_process_traces_nothing_and_writes_the_same(tmp_path, devices):
         command = [sys.executable, "-c", _OTHER_PROCESS, str(tmp_path / "programs"), start, devices]
         flags = f"{suite.CHEAP} --xla_force_host_platform_device_count=2"
         made = subprocess.run(
-            command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True,
-            check=False, timeout=300,
-        )  # fmt: skip
+            command,
+            env=os.environ | {"XLA_FLAGS": flags},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
         assert made.returncode == 0, made.stderr[-2000:]
         return json.loads(made.stdout.splitlines()[-1])
 
@@ -181,8 +185,18 @@ def _flipped(path):
         _of_another_program,
         _by_link,
     ],
-    ids=["empty", "one byte less", "header", "one more", "writable", "flipped", "other", "renamed", "link"],
-)  # fmt: skip
+    ids=[
+        "empty",
+        "one byte less",
+        "header",
+        "one more",
+        "writable",
+        "flipped",
+        "other",
+        "renamed",
+        "link",
+    ],
+)
 def test_a_file_that_must_not_be_used_is_compiled_anew(folder, spoil, caplog):
     double = Doubler()
     double(stored())
@@ -252,14 +266,19 @@ print(json.dumps([len(hits), *found]))
 
 
 def test_what_jax_keeps_itself_has_the_same_rules(tmp_path):
-    """Entries that were exchanged, or that others can write, compile anew; so does all in a folder of others."""
+    """Entries that were exchanged, or that others can write, compile anew; so does all in a folder
+    of others.
+    """
 
     def run(folder) -> tuple[int, str]:
         made = subprocess.run(
             [sys.executable, "-c", LIBRARY, str(folder)],
-            capture_output=True, text=True, check=True, timeout=LIMIT,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=LIMIT,
             env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": ""},
-        )  # fmt: skip
+        )
         hits, *found = json.loads(made.stdout)
         assert found == [[2.0, 4.0, 6.0], [[2.0, 4.0, 6.0], [0.0, 0.0, 0.0]]]
         return hits, made.stderr

@@ -1,4 +1,6 @@
-"""Structured output through the engine: every text satisfies its constraint, under random models, drafts and load."""
+"""Structured output through the engine: every text satisfies its constraint, under random models,
+drafts and load.
+"""
 
 import json
 import random
@@ -20,23 +22,60 @@ from tests.programs import one_bucket
 from tests.schemas import random_schema
 
 SIZES = dict(
-    num_draft=7, max_num_seqs=4, max_model_len=160, page_size=4, prefill_chunk=16, prefill_rows=2,
-    max_waiting=999, max_logprobs=3,
-)  # fmt: skip
+    num_draft=7,
+    max_num_seqs=4,
+    max_model_len=160,
+    page_size=4,
+    prefill_chunk=16,
+    prefill_rows=2,
+    max_waiting=999,
+    max_logprobs=3,
+)
 NUM_PAGES = 45  # little more than one longest request: the younger are preempted
 PROMPTS = [
     np.random.default_rng(i).integers(0, 95, n).tolist() for i, n in enumerate((1, 5, 40, 70))
 ]
 SCHEMAS = (
-    {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"], "additionalProperties": False},
+    {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 99}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
     {"type": "array", "items": {"enum": ["x", 1, None]}, "minItems": 1, "maxItems": 4},
     {"type": "string", "maxLength": 12},
     {"type": "string", "pattern": "^[a-c]{2,9}-[0-9]+$", "maxLength": 14},
     {"anyOf": [{"type": "boolean"}, {"const": {"k": [1, 2]}}]},
-    {"$defs": {"n": {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}, "required": ["next"], "additionalProperties": False}}, "$ref": "#/$defs/n"},
-    {"type": "object", "properties": {"name": {"type": "string", "maxLength": 6}, "on": {"format": "date", "type": "string"}}, "required": ["name", "on"], "additionalProperties": False},
-    {"type": "array", "prefixItems": [{"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 95}, {"type": "null"}], "items": False, "minItems": 2},
-)  # fmt: skip
+    {
+        "$defs": {
+            "n": {
+                "type": "object",
+                "properties": {"next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}},
+                "required": ["next"],
+                "additionalProperties": False,
+            }
+        },
+        "$ref": "#/$defs/n",
+    },
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 6},
+            "on": {"format": "date", "type": "string"},
+        },
+        "required": ["name", "on"],
+        "additionalProperties": False,
+    },
+    {
+        "type": "array",
+        "prefixItems": [
+            {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 95},
+            {"type": "null"},
+        ],
+        "items": False,
+        "minItems": 2,
+    },
+)
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +206,14 @@ def test_reasoning_ends_anywhere_and_the_answer_obeys(engine, tokenizer, reasoni
     structured = replace(Structured.json_schema(schema), reasoning=reasoning)
     params = [
         SamplingParams(
-            structured=structured, max_tokens=80, temperature=1.0, seed=i, logit_bias={begin: 9.0, end: 2.5}
+            structured=structured,
+            max_tokens=80,
+            temperature=1.0,
+            seed=i,
+            logit_bias={begin: 9.0, end: 2.5},
         )
         for i in range(8)
-    ]  # fmt: skip
+    ]
     lengths = set()
     for request in run(engine, params):
         check_prefix = engine.grammars.compile(structured)
@@ -221,15 +264,21 @@ def test_constraints_need_a_tokenizer():
 def test_the_embedded_model_obeys_random_schemas(num_draft, number, num_cases):
     """Each greedily and sampled, in a pool that preempts, with aborts and free neighbours.
 
-    The schemas are generated over the keywords of the JSON Schema test suite that llguidance enforces.
+    The schemas are generated over the keywords of the JSON Schema test suite that llguidance
+    enforces.
     """
     number = num_cases("random schemas", number)
     schemas = [random_schema(random.Random(i // 2)) for i in range(2 * number)]
     target, head, tokenizer = load_weights(None, None, method="peagle", dtype="float32")
     config = EngineConfig(
-        num_draft=num_draft, max_num_seqs=8, max_model_len=256, page_size=8, num_pages=36,
-        prefill_chunk=32, prefill_rows=4,
-    )  # fmt: skip
+        num_draft=num_draft,
+        max_num_seqs=8,
+        max_model_len=256,
+        page_size=8,
+        num_pages=36,
+        prefill_chunk=32,
+        prefill_rows=4,
+    )
     engine = one_bucket(Engine(target, head, config, tokenizer=tokenizer))
     prompts = ["value = ", "data = json.loads(", "def f():\n    return "]
     params = [

@@ -92,7 +92,8 @@ HEADS = {
     "peagle-bias": Head(  # biases of q, k, v and o in both kinds of layer; a norm for each tap
         seed=28, num_layers=2, num_draft=4, draft_vocab=PRUNED_VOCAB, bfloat16=True,
         layer=dict(attention_bias=True, intermediate_size=24),
-        flags=dict(fc_norm=True, norm_output=True),  # norm_output does nothing where no state is fed back
+        # norm_output does nothing where no state is fed back
+        flags=dict(fc_norm=True, norm_output=True),
     ),
     "peagle-shared": Head(  # takes embedding, mask row included, and lm_head from the target
         seed=29, num_draft=3, layer=dict(intermediate_size=24), keep=("embed_tokens", "lm_head"),

@@ -49,8 +49,8 @@ def without_embedding(tensors: dict) -> dict:
 
 
 def aws(config: dict, tensors: dict) -> Head:
-    """amazon/GPT-OSS-20B-P-EAGLE: `midlayer` and `layers.1` to `layers.3`, no tap ids, the mask token
-    as `ptd_token_id`, and for a full vocabulary d2t all zeros and t2d all true."""
+    """amazon/GPT-OSS-20B-P-EAGLE: `midlayer` and `layers.1` to `layers.3`, no tap ids, the mask
+    token as `ptd_token_id`, and for a full vocabulary d2t all zeros and t2d all true."""
     vocabulary = config["draft_vocab_size"]
     identity = {"d2t": np.zeros(vocabulary, np.int64), "t2d": np.ones(vocabulary, bool)}
     raw = flat_llama(config, ptd_token_id=config["mask_token_id"])

@@ -5,9 +5,9 @@
 
 Needs Python 3.11 and what requirements.txt and requirements-no-deps.txt pin; nothing of peagle_jax.
 Each folder is a checkpoint but `expected/`, which holds what independent PyTorch code computes with
-them, array by array as `targets.record` and `heads.write` say. `targets`, `families` and `heads` say
-what the checkpoints exercise; `gemma4-text` has no weights, only a second form of gemma4's config.
-Other layouts of the same heads are not files: tests derive them with `layouts`.
+them, array by array as `targets.record` and `heads.write` say. `targets`, `families` and `heads`
+say what the checkpoints exercise; `gemma4-text` has no weights, only a second form of gemma4's
+config. Other layouts of the same heads are not files: tests derive them with `layouts`.
 """
 
 import argparse

@@ -164,7 +164,8 @@ def around_limit(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     n = model.config.max_position_embeddings
     tokens = random_tokens(6, 1, n + 1)
     last = lambda rows: model(rows, use_cache=False).logits[:, -1]
-    # In this order: transformers keeps the longer text's frequencies for a text of exactly n tokens.
+    # In this order: transformers keeps the longer text's frequencies for a text of exactly n
+    # tokens.
     limit, beyond = last(tokens[:, :n]), last(tokens)
     return {"long_tokens": tokens, "limit_logits": limit, "beyond_logits": beyond}
 

@@ -1,4 +1,6 @@
-"""Runs on a CPU what the threads of a cluster's blocks send each other (`pallas_kernels.cluster_send`)."""
+"""Runs on a CPU what the threads of a cluster's blocks send each other
+(`pallas_kernels.cluster_send`).
+"""
 
 from types import SimpleNamespace
 

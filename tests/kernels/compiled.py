@@ -1,4 +1,6 @@
-"""Definitions of kernels as one program each. Outside of `jax.jit` each of their operations would be one."""
+"""Definitions of kernels as one program each. Outside of `jax.jit` each of their operations would
+be one.
+"""
 
 from functools import cache, partial
 
@@ -18,7 +20,9 @@ def _compiled(function, static: tuple):
 
 
 def referenced(function, *args, **options):
-    """`function(*args, implementation="reference", **options)`; options that are no arrays are static."""
+    """`function(*args, implementation="reference", **options)`; options that are no arrays are
+    static.
+    """
     arrays = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
     static = tuple(sorted((name, x) for name, x in options.items() if name not in arrays))
     return _compiled(function, static)(*args, **arrays)

@@ -15,10 +15,12 @@ MMA_COLUMNS = 16
 
 
 def mma(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """What `plgpu.mma` computes: acc [M, N] + a [M, K] @ b [K, N], K in ascending order, in float32.
+    """What `plgpu.mma` computes: acc [M, N] + a [M, K] @ b [K, N], K in ascending order, in
+    float32.
 
-    The interpreter evaluates operations that it does not know with their rule for CPUs, and jax has none for
-    this one. Layouts of registers play no part in it: only a chip, or its compiler, checks them.
+    The interpreter evaluates operations that it does not know with their rule for CPUs, and jax has
+    none for this one. Layouts of registers play no part in it: only a chip, or its compiler, checks
+    them.
     """
     for first in range(0, a.shape[1], MMA_COLUMNS):
         part = slice(first, first + MMA_COLUMNS)
@@ -36,7 +38,8 @@ mlir.register_lowering(mma_p, mlir.lower_fun(mma, multiple_results=False), platf
 def _matmul(a: np.ndarray, b: np.ndarray, dtype) -> np.ndarray:
     """a @ b, added in float64, so that its bits depend on the numbers alone.
 
-    BLAS orders the sums of float32 by the sizes and strides of the matrices, on each processor in its own way.
+    BLAS orders the sums of float32 by the sizes and strides of the matrices, on each processor in
+    its own way.
     """
     return np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
 

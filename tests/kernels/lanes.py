@@ -1,9 +1,11 @@
-"""Runs lane code of kernels on a CPU: numpy arrays of 32 lanes in place of MLIR's values (`moe.mosaic_lanes`).
+"""Runs lane code of kernels on a CPU: numpy arrays of 32 lanes in place of MLIR's values
+(`moe.mosaic_lanes`).
 
-A warp is one Python thread, and one warp runs at a time, up to its next barrier; so a missing barrier shows as a wrong
-result in one of the two orders of warps. Lanes run in step, so a missing `sync_warp` would not show: a lane may load what
-another lane of its warp has stored only after a barrier. Arrays of a warpgroup are whole in each warp, but what an inline function returns
-has only the elements of its own warp; the others are `POISON`.
+A warp is one Python thread, and one warp runs at a time, up to its next barrier; so a missing
+barrier shows as a wrong result in one of the two orders of warps. Lanes run in step, so a missing
+`sync_warp` would not show: a lane may load what another lane of its warp has stored only after a
+barrier. Arrays of a warpgroup are whole in each warp, but what an inline function returns has only
+the elements of its own warp; the others are `POISON`.
 """
 
 import threading
@@ -18,7 +20,8 @@ from pallas_kernels import cluster_send
 from pallas_kernels.moe import mosaic_lanes
 
 POISON = np.int32(-0x21524111)
-"""What memory and foreign elements hold; an odd number of neither id nor slot, as a float32 -6e18."""
+"""What memory and foreign elements hold; an odd number of neither id nor slot, as a float32 -6e18.
+"""
 
 
 def as_words(array) -> np.ndarray:
@@ -26,7 +29,9 @@ def as_words(array) -> np.ndarray:
 
 
 def places(layout, shape: tuple[int, int], warp: int) -> np.ndarray:
-    """Indices [elements, 32] of a flattened array that the lanes of a warp have, in the order of its registers."""
+    """Indices [elements, 32] of a flattened array that the lanes of a warp have, in the order of
+    its registers.
+    """
     layout = layout.to_mgpu()
     index = np.arange(np.prod(shape)).reshape(shape)
     for tile in layout.tiling.tiles:
@@ -116,7 +121,8 @@ class Machine:
         monkeypatch.setattr(plgpu, "inline_mgpu", self.inline_mgpu)
         self.expected, self.received = {}, dict.fromkeys(range(blocks), 0)
         self.armed: set = set()  # warps that have armed, and warps that know that all blocks have
-        self.writers: dict = {}  # (block, warp) -> the lane that stored each word since the last barrier, or -1
+        # (block, warp) -> the lane that stored each word since the last barrier, or -1
+        self.writers: dict = {}
         of_messages = {
             name: getattr(self, name) for name in ("arm", "wait_armed", "send", "receive")
         }
@@ -312,10 +318,25 @@ class Machine:
 
 
 _OPERATIONS = (
-    "thread", "address", "global_address", "scalar", "elements", "array", "largest", "lanes_where", "of_lane",
-    "add_lane_below", "sync_warp", "sync_warpgroup", "load", "store", "store_words", "store_global",
-    "or_shared", "loop",
-)  # fmt: skip
+    "thread",
+    "address",
+    "global_address",
+    "scalar",
+    "elements",
+    "array",
+    "largest",
+    "lanes_where",
+    "of_lane",
+    "add_lane_below",
+    "sync_warp",
+    "sync_warpgroup",
+    "load",
+    "store",
+    "store_words",
+    "store_global",
+    "or_shared",
+    "loop",
+)
 
 
 def _has_elements(arg) -> bool:

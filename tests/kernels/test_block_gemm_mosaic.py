@@ -1,4 +1,6 @@
-"""The kernel of linear layers in Mosaic's interpreter: its results, and rows whose bits do not depend on others."""
+"""The kernel of linear layers in Mosaic's interpreter: its results, and rows whose bits do not
+depend on others.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -127,8 +129,8 @@ def test_blocks_of_their_own_give_the_bits_of_one_block(form, chunks, K):
 def test_a_row_has_the_same_bits_in_any_company(form):
     """However many rows there are, in whatever tile: of 8, 16, 32 or 64, padded or not.
 
-    The interpreter's product of one step rounds as a CPU pleases, so those here are whole numbers; what
-    a step, a block's scale and a chunk add is rounded.
+    The interpreter's product of one step rounds as a CPU pleases, so those here are whole numbers;
+    what a step, a block's scale and a chunk add is rounded.
     """
     x, values, scale = operands(form, 72, N_WIDE, 384)
     x, values = jnp.round(4 * x), jnp.round(4 * values.astype(jnp.float32)).astype(values.dtype)
@@ -159,7 +161,9 @@ def test_partial_products_add_up_to_the_layer(form):
 
 @pytest.mark.parametrize("device", GENERATIONS.values(), ids=lambda one: one.arch)
 def test_tuning_leaves_the_arithmetic_alone(device):
-    """Chunks, which a result depends on, follow from the weight's shape; a split has something to cut."""
+    """Chunks, which a result depends on, follow from the weight's shape; a split has something to
+    cut.
+    """
     for spec in SPECS.values():
         weight = (spec.outputs, spec.inputs, device)
         configs = [TuningConfig.choose(R, *weight) for R in (1, 8, 12, 21, 64, 256, 4096)]

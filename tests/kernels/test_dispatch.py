@@ -157,8 +157,12 @@ def _every_operation(implementation=None) -> list:
     angles = (jnp.ones((B, T, 32)), jnp.zeros((B, T, 32)))
     q, *written = rope_write.rope_write(
         linear(x, rand(512, D), **how)[..., : form.width(2, 64)],
-        *pages, angles=angles, form=form, **where, **how,
-    )  # fmt: skip
+        *pages,
+        angles=angles,
+        form=form,
+        **where,
+        **how,
+    )
     attended = verify_attention(q, *written, scale=0.125, **where, **how)
     normed = add_rms_norm(x, x, jnp.ones(D), eps=1e-6, **how)
     logits = rand(T, E).astype(jnp.float32)

@@ -1,4 +1,6 @@
-"""FP8 weights in tiles: their order by its definition, and products that have the bits of those with rows."""
+"""FP8 weights in tiles: their order by its definition, and products that have the bits of those
+with rows.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +26,8 @@ def scales(seed: int, *shape: int) -> jax.Array:
 
 
 def test_a_thread_finds_the_registers_of_the_first_operand_of_wgmma_in_loads_of_16_bytes():
-    """PTX, "Register fragments for wgmma.mma_async.m64nNk16", matrix A: of each 8 columns a thread has two in row
-    `g` and two in row `g + 8` of the 16 rows of its warp."""
+    """PTX, "Register fragments for wgmma.mma_async.m64nNk16", matrix A: of each 8 columns a thread
+    has two in row `g` and two in row `g + 8` of the 16 rows of its warp."""
     numbers = np.arange(128 * 256).reshape(128, 256)
     tile = np.asarray(fp8_tiles.arrange(jnp.asarray(numbers)))[1, 1].reshape(4, THREADS, 16)
     block = numbers[64:, 128:]
@@ -68,12 +70,18 @@ def test_only_hopper_has_products_with_tiles(chip):
         assert jax.eval_shape(product).shape == (8, 64)
 
 
-# N ends inside of a block of 128 rows; chunks of K, and two warpgroups with 70 rows; one scale for each row.
+# N ends inside of a block of 128 rows; chunks of K, and two warpgroups with 70 rows; one scale for
+# each row.
 @pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize(
     ("R", "N", "K", "scale"),
-    [(5, 192, 384, (2, 3)), (20, 320, 640, (3, 5)), (70, 320, 640, (3, 5)), (13, 192, 384, (192, 1))],
-)  # fmt: skip
+    [
+        (5, 192, 384, (2, 3)),
+        (20, 320, 640, (3, 5)),
+        (70, 320, 640, (3, 5)),
+        (13, 192, 384, (192, 1)),
+    ],
+)
 def test_a_product_has_the_bits_of_one_with_rows(race_free, R, N, K, scale):
     x = common_rows(2, R, K)
     values, scale = fp8(R, N, K), scales(3, *scale)

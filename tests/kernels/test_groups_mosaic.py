@@ -1,4 +1,6 @@
-"""Several warpgroups of a block, and tiles of 128 tokens: the bits of one warpgroup and small tiles."""
+"""Several warpgroups of a block, and tiles of 128 tokens: the bits of one warpgroup and small
+tiles.
+"""
 
 import functools
 from dataclasses import replace

@@ -56,7 +56,9 @@ def test_a_slot_that_threads_read_is_fenced_before_it_is_filled_again(
 
 @pytest.mark.parametrize(("K", "fits"), [(16384, True), (32768, False)])
 def test_a_tile_that_does_not_fit_into_shared_memory_is_refused(K, fits):
-    """The scales of a whole row of mxfp4 tiles lie in shared memory, of which an RTX card has 99 KB."""
+    """The scales of a whole row of mxfp4 tiles lie in shared memory, of which an RTX card has 99
+    KB.
+    """
     made = jax.ShapeDtypeStruct
     weight = made((320, K // 2), jnp.uint8), made((320, K // 32), jnp.uint8)
     run = lambda x, w, scale: linear(x, w, scale=scale, implementation="mosaic_gpu")

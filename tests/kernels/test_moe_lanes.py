@@ -1,4 +1,5 @@
-"""Lane code of `mosaic_plan`, run on a CPU with numpy in place of MLIR (`lanes.Machine`), beside its definition.
+"""Lane code of `mosaic_plan`, run on a CPU with numpy in place of MLIR (`lanes.Machine`), beside
+its definition.
 
 The interpreter does not run this code; a GPU runs nothing else.
 """
@@ -18,7 +19,9 @@ KINDS = ("plain", "ties", "zeros", "infinite", "uneven")
 
 
 def logits_of(R: int, E: int, kind: str, seed: int = 0) -> np.ndarray:
-    """float32 [R, E]. "ties": few whole numbers; "zeros": of both signs; "infinite": also NaN; "uneven": few experts."""
+    """float32 [R, E]. "ties": few whole numbers; "zeros": of both signs; "infinite": also NaN;
+    "uneven": few experts.
+    """
     random = np.random.default_rng([R, E, seed])
     logits = random.normal(size=(R, E)).astype(np.float32)
     if kind == "ties":
@@ -38,7 +41,9 @@ def plan_of(R: int, E: int, k: int, *, tokens: int, normalize: bool = True, shar
 
 
 def run(monkeypatch, plan: Plan, logits, bias=None, own: Own | None = None, *, backwards=False):
-    """`plan_rows` of all blocks: weights, slots [k, R'], experts and num_items, as int32 and float32."""
+    """`plan_rows` of all blocks: weights, slots [k, R'], experts and num_items, as int32 and
+    float32.
+    """
     machine = Machine(monkeypatch, blocks=plan.blocks, backwards=backwards)
     items = most_items(plan.R, plan.E, plan.top_k, plan.tokens, plan.shared)
     made = mosaic_plan.results(plan, items)
@@ -58,11 +63,17 @@ def run(monkeypatch, plan: Plan, logits, bias=None, own: Own | None = None, *, b
         picks, Ep = plan.k8 * plan.rows, plan.Ep
         scratches.append(
             Scratch(
-                logits_smem=None, total_smem=memory.take((64,), np.float32), keys_smem=words(picks),
-                ids_smem=words(picks), masks_smem=words(Ep), counts_smem=words(plan.blocks, Ep),
-                ends_smem=words(Ep), base_smem=words(Ep), barriers_smem=words(2),
+                logits_smem=None,
+                total_smem=memory.take((64,), np.float32),
+                keys_smem=words(picks),
+                ids_smem=words(picks),
+                masks_smem=words(Ep),
+                counts_smem=words(plan.blocks, Ep),
+                ends_smem=words(Ep),
+                base_smem=words(Ep),
+                barriers_smem=words(2),
             )
-        )  # fmt: skip
+        )
     if not plan.normalize:
         whole = logits if bias is None else logits + bias
         totals = np.ones(padded.shape[0], np.float32)
@@ -181,7 +192,9 @@ def test_weights_are_those_of_the_reference(monkeypatch, R, k):
 @pytest.mark.parametrize("Ep", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_lanes_sort_in_many_blocks(monkeypatch, Ep, blocks):
-    """The stages that `mosaic_route.place` shares: prefix sums, and the experts of more items than threads."""
+    """The stages that `mosaic_route.place` shares: prefix sums, and the experts of more items than
+    threads.
+    """
     for seed, density in enumerate((0.3, 0.9, 0.02, 1)):
         random = np.random.default_rng([Ep, seed])
         tiles = random.integers(0, 4, Ep) * (random.random(Ep) < density)

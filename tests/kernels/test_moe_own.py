@@ -16,7 +16,9 @@ pytestmark = pytest.mark.usefixtures("race_free")
 
 
 def logits_of(R: int, E: int, kind: str) -> jax.Array:
-    """float32 [R, E]. "ties": few whole numbers. "uneven": most rows choose the same experts, in all shares."""
+    """float32 [R, E]. "ties": few whole numbers. "uneven": most rows choose the same experts, in
+    all shares.
+    """
     logits = 2 * np.asarray(jax.random.normal(jax.random.key(R + E), (R, E)))
     if kind == "ties":
         logits = np.round(logits)
@@ -87,7 +89,9 @@ def test_the_plan_of_a_share_is_the_worklist_of_its_items(
 @pytest.mark.slow
 @pytest.mark.parametrize("R", [11, 70])
 def test_a_share_may_have_all_items_or_none(R):
-    """All rows choose experts of the second half: its items fill the worklist as they do on one device."""
+    """All rows choose experts of the second half: its items fill the worklist as they do on one
+    device.
+    """
     logits = logits_of(R, 32, "plain").at[:, 16:].add(100)
     assert assert_own(logits, None, 4, 0, 16) == 0
     assert assert_own(logits, None, 4, 16, 16) > 0

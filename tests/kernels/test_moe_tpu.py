@@ -1,4 +1,5 @@
-"""Experts on a TPU, in Pallas' interpreter: against the reference, and with bits that do not depend on other rows.
+"""Experts on a TPU, in Pallas' interpreter: against the reference, and with bits that do not depend
+on other rows.
 
 That the kernels compile for a TPU is tested in lab/tests/test_portability_tpu.py.
 """

@@ -160,7 +160,9 @@ def test_what_kernels_read_is_said():
 
 
 def registers(x: np.ndarray, layout) -> np.ndarray:
-    """[registers, warps, lanes, vector]: the elements of x that each thread holds, by Mosaic's definition of its layouts."""
+    """[registers, warps, lanes, vector]: the elements of x that each thread holds, by Mosaic's
+    definition of its layouts.
+    """
     for tile in layout.tiling.tiles:
         outer = x.shape[: x.ndim - len(tile)]
         pairs = [(size // t, t) for size, t in zip(x.shape[len(outer) :], tile, strict=True)]

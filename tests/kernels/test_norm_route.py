@@ -1,7 +1,9 @@
-"""Norm and router in one kernel, and with the plan, beside the kernels that they replace, in Mosaic's interpreter.
+"""Norm and router in one kernel, and with the plan, beside the kernels that they replace, in
+Mosaic's interpreter.
 
-Rows have 1,024 columns, so a block has two warpgroups: XLA runs at most 32 computations of a CPU at a time, and eight blocks of
-four warpgroups would wait for each other forever. Four blocks may have four warpgroups.
+Rows have 1,024 columns, so a block has two warpgroups: XLA runs at most 32 computations of a CPU at
+a time, and eight blocks of four warpgroups would wait for each other forever. Four blocks may have
+four warpgroups.
 """
 
 import jax
@@ -29,7 +31,9 @@ def launch() -> dispatch.Launch:
 def given(
     R: int, D: int, *, parts: int = 4, biases: bool = False, massive: bool = False
 ) -> list[jax.Array | None]:
-    """Arguments of `norm_and_route`. With `massive` the norm of a row exceeds float16's largest number."""
+    """Arguments of `norm_and_route`. With `massive` the norm of a row exceeds float16's largest
+    number.
+    """
     keys = jax.random.split(jax.random.key(R + D), 6)
     normal = lambda key, *shape: jax.random.normal(key, shape)
     half = lambda x: x.astype(jnp.bfloat16)

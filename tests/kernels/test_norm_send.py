@@ -57,7 +57,8 @@ def test_messages_go_where_they_are_read(monkeypatch, R, D):
             step, own = divmod(column, 128)
             block, own_step = divmod(step, sizes.own_steps)
             half, own = divmod(own, 64)
-            # Tiles of 8 rows and 64 columns; the swizzle adds bits 7 to 9 of an address to bits 4 to 6.
+            # Tiles of 8 rows and 64 columns; the swizzle adds bits 7 to 9 of an address to bits 4
+            # to 6.
             address = own_step * tokens * 256 + r // 8 * 2048 + half * 1024 + r % 8 * 128 + own * 2
             wanted[0, block, address ^ (address >> 7 & 7) << 4] = r, column
     for step in range(sizes.steps):

@@ -1,4 +1,5 @@
-"""Messages between GPUs: their protocol on simulated ones, tables, and the definition by XLA's all-gather.
+"""Messages between GPUs: their protocol on simulated ones, tables, and the definition by XLA's
+all-gather.
 
 The kernel itself needs GPUs; `test_compile.py` compiles it.
 """
@@ -17,8 +18,9 @@ from pallas_kernels.peer_gather import api, mailbox
 
 
 class Simulation:
-    """GPUs that send messages in the order of `sizes`. Anything that may happen next happens, at random: a thread
-    stores a unit, a word of a stored unit arrives, a thread reads a unit that it waits for and empties it.
+    """GPUs that send messages in the order of `sizes`. Anything that may happen next happens, at
+    random: a thread stores a unit, a word of a stored unit arrives, a thread reads a unit that it
+    waits for and empties it.
 
     Args:
       sizes: units of each message.
@@ -206,7 +208,9 @@ def test_what_is_no_message_is_refused_by_name(shape, dtype, sent, why):
 
 
 def on_two_devices(send, given, tables):
-    """`send(this device's part of given, its table, arguments of a message)` on two virtual devices."""
+    """`send(this device's part of given, its table, arguments of a message)` on two virtual
+    devices.
+    """
 
     def local(given, links):
         mine = jax.tree.map(lambda x: x[0], given)

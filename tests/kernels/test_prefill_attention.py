@@ -1,4 +1,6 @@
-"""Attention of many queries, whose row tiles share key blocks: the bits of one tile, and where it can be chosen."""
+"""Attention of many queries, whose row tiles share key blocks: the bits of one tile, and where it
+can be chosen.
+"""
 
 import functools
 
@@ -86,8 +88,11 @@ def test_the_chosen_stages_of_converted_keys_give_the_bits_of_one_row_tile(H, st
         lambda q, k, v, *rest: attend(
             q, k, v, *rest[:2], case.H**-0.5, None, rest[2], launch, config
         ),
-        q, k, v, *rest,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        *rest,
+    )
     shared = mosaic_sm90.prefill_config(H, None, fp8=True)
     assert shared.stages != shared.raw_stages
     one = mosaic_sm90.tile_config(q.shape, case.K, case.Z * case.width, None, H200)

@@ -1,4 +1,6 @@
-"""Products with quantised activations: definition, kernels, and rows whose bits do not depend on others."""
+"""Products with quantised activations: definition, kernels, and rows whose bits do not depend on
+others.
+"""
 
 from dataclasses import replace
 
@@ -105,10 +107,16 @@ def test_rows_are_quantised_on_the_way_to_their_slots(K):
         np.testing.assert_array_equal(spread_scale.T[copy], scale)
 
 
-@pytest.mark.parametrize(("mode", "form", "wanted"), [
-    ("bf16", "fp8", False), ("fp8", "fp8", True), ("fp8", "fp8_rows", True), ("fp8", "bf16", False),
-    ("fp8", "mxfp4", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "form", "wanted"),
+    [
+        ("bf16", "fp8", False),
+        ("fp8", "fp8", True),
+        ("fp8", "fp8_rows", True),
+        ("fp8", "bf16", False),
+        ("fp8", "mxfp4", False),
+    ],
+)
 def test_only_fp8_weights_take_quantised_rows(mode, form, wanted):
     values, *scale = specs.weight_of(form, 64, 128)
     assert are_quantized(mode, values, *(scale or [None])) is wanted
@@ -205,7 +213,8 @@ def test_experts_of_quantised_rows_are_the_definition(R):
     args = experts_of(R)
     wanted = referenced(moe, *args, activations="fp8").astype(jnp.float32)
     found = moe(*args, activations="fp8", implementation="mosaic_gpu").astype(jnp.float32)
-    # Rounding `inner` to bfloat16 and then to e4m3 may go the other way after another order of sums.
+    # Rounding `inner` to bfloat16 and then to e4m3 may go the other way after another order of
+    # sums.
     size = jnp.abs(wanted).max(1, keepdims=True)
     assert (jnp.abs(found - wanted) <= 2**-5 * size).all()
     assert float(jnp.abs(found - wanted).mean()) <= 2**-9 * float(jnp.abs(wanted).mean())
@@ -218,9 +227,16 @@ def test_experts_of_quantised_rows_are_the_definition(R):
 @pytest.mark.sampled(1, slow=1)
 def test_experts_of_a_quantised_row_do_not_depend_on_its_company():
     x, ids, weights, *leaves = experts_of(20)
-    run = lambda rows: np.asarray(moe(
-        x[rows], ids[rows], weights[rows], *leaves, activations="fp8", implementation="mosaic_gpu"
-    ))  # fmt: skip
+    run = lambda rows: np.asarray(
+        moe(
+            x[rows],
+            ids[rows],
+            weights[rows],
+            *leaves,
+            activations="fp8",
+            implementation="mosaic_gpu",
+        )
+    )
     np.testing.assert_array_equal(run(slice(None))[17:18], run(slice(17, 18)))
 
 

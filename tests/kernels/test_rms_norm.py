@@ -245,7 +245,9 @@ def test_the_norm_is_rounded_once_to_each_dtype(implementation):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
 def test_float16_rows_saturate(implementation):
-    """One massive channel is normed to sqrt(D), and the weight makes 67,882 of it. A product with it stays finite."""
+    """One massive channel is normed to sqrt(D), and the weight makes 67,882 of it. A product with
+    it stays finite.
+    """
     D, how = 2048, dict(eps=EPS, implementation=implementation)
     scale = jnp.full(D, 1500, jnp.bfloat16)
     h = normal(0, 4, D, dtype=jnp.bfloat16) / 64

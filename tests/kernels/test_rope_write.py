@@ -75,14 +75,26 @@ CASES = {
         (2,), T=2, K=2, H=256, form=Form(num_heads=4, value_norm=True), qk_norm=True
     ),
     "gemma-global": Case(
-        (2,), T=1, K=1, H=512, parts=2, qk_norm=True, rotary_share=0.25,
+        (2,),
+        T=1,
+        K=1,
+        H=512,
+        parts=2,
+        qk_norm=True,
+        rotary_share=0.25,
         form=Form(num_heads=2, value_norm=True, shared_kv=True),
     ),
     "fp8-cache": Case(
-        (3, 9), T=2, K=4, H=64, parts=2, qk_norm=True, fp8=True,
+        (3, 9),
+        T=2,
+        K=4,
+        H=64,
+        parts=2,
+        qk_norm=True,
+        fp8=True,
         form=Form(num_heads=8, dtype=jnp.dtype(jnp.bfloat16)),
     ),
-}  # fmt: skip
+}
 
 
 def layer_by_layer(pages, k_pages, v_pages, *, angles, page_table, positions, form, norms, bias):

@@ -9,9 +9,11 @@ from pallas_kernels.top.api import COUNT, top
 
 
 def rows_of(width: int) -> np.ndarray:
-    """Rows without ties, with many ties, with NaN, with few finite values, and with those at both ends.
+    """Rows without ties, with many ties, with NaN, with few finite values, and with those at both
+    ends.
 
-    Rows 7 to 9 have equal values in different tiles: in all, in the last ones, and infinities beside NaN.
+    Rows 7 to 9 have equal values in different tiles: in all, in the last ones, and infinities
+    beside NaN.
     """
     rng = np.random.default_rng(width)
     rows = rng.normal(size=(18, width)).astype(np.float32)

@@ -50,10 +50,16 @@ def page_table(window: int | None, chunk: int, spare: int = 0):
 @pytest.mark.parametrize(
     ("chunk", "window", "sinks"),
     [
-        (1, None, None), (8, None, SINKS), (1, 1, None), (3, 1, SINKS), (1, 5, SINKS),
-        (3, 5, None), (8, 5, SINKS), (8, 16, None),
+        (1, None, None),
+        (8, None, SINKS),
+        (1, 1, None),
+        (3, 1, SINKS),
+        (1, 5, SINKS),
+        (3, 5, None),
+        (8, 5, SINKS),
+        (8, 16, None),
     ],
-)  # fmt: skip
+)
 def test_attention_equals_the_definition(chunk, window, sinks):
     q, k, v = rows(0, N), rows(1, K), rows(2, K)
     want = attention_of_heads(q, k, v, window=window, sinks=sinks)

@@ -1,4 +1,6 @@
-"""The attention kernels in Mosaic's interpreter: their results, and rows whose bits do not depend on others."""
+"""The attention kernels in Mosaic's interpreter: their results, and rows whose bits do not depend
+on others.
+"""
 
 import dataclasses
 import math
@@ -63,7 +65,9 @@ class Case:
 
 
 def kernel(chip, case: Case, walks: int, split: int | Splits = 64, row_groups: int = 1):
-    """The kernel with splits so short that a few keys make several: (q, k, v, table, positions, sinks) -> out."""
+    """The kernel with splits so short that a few keys make several: (q, k, v, table, positions,
+    sinks) -> out.
+    """
     launch = dispatch.resolve("verify_attention", "mosaic_gpu", chips=(90,))
     launch = launch._replace(device=DEVICES[chip])
     narrow = 64 if chip is mosaic_sm120 else 256  # head dims with key blocks of 64 keys
@@ -89,8 +93,9 @@ def attend(
 
 def exactly(run, *inputs):
     """The result of a kernel, whose division is exact."""
-    # On a CPU this pass replaces the division by a sum of weights by a product with its inverse, where the sum
-    # is broadcast, as it is in one of the two kernels that divide. One result in thousands is rounded apart.
+    # On a CPU this pass replaces the division by a sum of weights by a product with its inverse,
+    # where the sum is broadcast, as it is in one of the two kernels that divide. One result in
+    # thousands is rounded apart.
     exact = {"xla_disable_hlo_passes": "algsimp"}
     return jax.jit(run, compiler_options=exact)(*inputs)
 
@@ -190,7 +195,9 @@ def test_an_odd_group_of_narrow_heads_is_one_walk(chip):
 @on_each_chip
 @pytest.mark.parametrize(("H", "G", "refused"), [(64, 7, True), (64, 6, False), (128, 7, False)])
 def test_walks_whose_splits_cannot_be_merged_are_refused(chip, H, G, refused):
-    """The merge kernel takes 128 columns at a time: of head dim 64 two heads, which must be of one query."""
+    """The merge kernel takes 128 columns at a time: of head dim 64 two heads, which must be of one
+    query.
+    """
     case = Case((70,), T=2, K=1, G=G, H=H, Z=16, width=8)
     run = lambda: jax.eval_shape(kernel(chip, case, walks=2), *case.inputs())
     if not refused:
@@ -215,7 +222,9 @@ def test_walks_whose_splits_cannot_be_merged_are_refused(chip, H, G, refused):
     ids=["two-sequences", "ring", "fp8"],
 )
 def test_keys_of_nan_that_a_row_must_not_see_change_no_bit(chip, case):
-    """What a failed request left in pages, a rejected draft ahead, the dummy page: `rope_write` marks keys."""
+    """What a failed request left in pages, a rejected draft ahead, the dummy page: `rope_write`
+    marks keys.
+    """
     q, k, v, table, positions, sinks = case.inputs()
     order = np.asarray(table)
     stale = np.ones(k.shape[:2], bool)  # all but what the last row of a sequence sees

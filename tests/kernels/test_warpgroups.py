@@ -11,10 +11,11 @@ _REDUCE_ALIKE = {
     "rms_norm/mosaic_gpu.py",
     "moe/mosaic_norm.py",
 }
-"""Kernels whose warpgroups all reduce the same numbers, so that those of one reduction need no order.
+"""Kernels whose warpgroups all reduce the same numbers, so that those of one reduction need no
+order.
 
-Two norms of a row, or two rows of a block, are two reductions. `stored_barrier` orders them: a warpgroup begins the second
-after all have arrived there, and each arrives after it ends the first.
+Two norms of a row, or two rows of a block, are two reductions. `stored_barrier` orders them: a
+warpgroup begins the second after all have arrived there, and each arrives after it ends the first.
 """
 
 
@@ -31,8 +32,8 @@ def launches() -> list[tuple[str, dict[str, str]]]:
 
 
 def test_warpgroups_do_not_share_scratch_memory_of_reductions():
-    """Mosaic reduces over warps in scratch memory of the block, and orders one warpgroup only: without
-    scratch such a reduction does not compile."""
+    """Mosaic reduces over warps in scratch memory of the block, and orders one warpgroup only:
+    without scratch such a reduction does not compile."""
     files = {file for file, _ in launches()}
     assert files > _REDUCE_ALIKE
     for file, keywords in launches():

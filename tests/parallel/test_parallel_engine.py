@@ -1,4 +1,6 @@
-"""Engines over several devices: the text does not depend on drafts, batches, chunks, prefixes or preemption."""
+"""Engines over several devices: the text does not depend on drafts, batches, chunks, prefixes or
+preemption.
+"""
 
 import dataclasses
 import functools
@@ -42,7 +44,8 @@ FAMILIES = {
         )
     ),
 }
-"""Families whose heads and experts 8 devices can share; a key head is then on two or four of them."""
+"""Families whose heads and experts 8 devices can share; a key head is then on two or four of them.
+"""
 HEADS = dict(num_heads=8, num_kv_heads=4)
 LENGTHS = (1, 7, 17, 30, 5)
 MAX_TOKENS = 24
@@ -75,7 +78,9 @@ def texts(engine: Engine, **params) -> list[list[int]]:
 
 
 def check_lossless(count: int, model, wanted: list[list[int]], **changes) -> None:
-    """Compares texts with drafts, other chunks and batches, preemption and cached prefixes with plain ones."""
+    """Compares texts with drafts, other chunks and batches, preemption and cached prefixes with
+    plain ones.
+    """
     config = engine_config(
         count,
         num_draft=3,
@@ -108,8 +113,8 @@ def test_two_devices_write_the_text_of_one():
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_messages_to_peers_have_one_order_on_all_devices(temperature):
-    """The text is that of collectives, and all devices have sent the same messages, also those of the branches that calls
-    with sampled requests have."""
+    """The text is that of collectives, and all devices have sent the same messages, also those of
+    the branches that calls with sampled requests have."""
     model, asked = target("qwen3_moe"), dict(temperature=temperature, seed=3)
     config = engine_config(2, num_draft=3, check_replicas=True)
     wanted = texts(Engine(model, head("peagle"), config), **asked)
@@ -124,7 +129,9 @@ def test_messages_to_peers_have_one_order_on_all_devices(temperature):
 @pytest.mark.slow
 @pytest.mark.parametrize("gather", ["library", "peers"])
 def test_several_rounds_in_a_call_send_the_messages_of_single_ones(gather):
-    """The text is that of one device and one round a call; the loop hands the table of messages from round to round."""
+    """The text is that of one device and one round a call; the loop hands the table of messages
+    from round to round.
+    """
     model = target("qwen3_moe")
     wanted = texts(Engine(model, None, engine_config(1, num_draft=0)))
     sizes = dict(num_draft=3, num_pages=24, check_replicas=True, gather=gather)
@@ -177,7 +184,9 @@ def test_quantised_models_are_lossless_too(family, form, count, dtype):
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("form", ["experts", "dense"])
 def test_quantised_activations_are_lossless_too(form, count):
-    """A device has whole groups of 128 columns, which have one scale each: rows are quantised as on one device."""
+    """A device has whole groups of 128 columns, which have one scale each: rows are quantised as on
+    one device.
+    """
     sizes = dict(hidden_size=128, head_dim=128, intermediate_size=512, **tiny.ONE_LAYER)
     family = FAMILIES["qwen3_moe" if form == "experts" else "qwen3"]
     model = random_target(tiny.target(**(HEADS | family | sizes)).config, "fp8", dtype="float32")

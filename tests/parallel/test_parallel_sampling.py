@@ -29,9 +29,16 @@ def prompts() -> list[list[int]]:
 
 def completions(count: int, head, **changes) -> list:
     config = EngineConfig(
-        max_num_seqs=8, max_model_len=64, page_size=4, prefill_chunk=16, prefill_rows=2, num_draft=3,
-        prompt_logprobs=True, tensor_parallel=count, **changes,
-    )  # fmt: skip
+        max_num_seqs=8,
+        max_model_len=64,
+        page_size=4,
+        prefill_chunk=16,
+        prefill_rows=2,
+        num_draft=3,
+        prompt_logprobs=True,
+        tensor_parallel=count,
+        **changes,
+    )
     engine = one_bucket(Engine(tiny.target(**HEADS), head, config))
     params = [SamplingParams(max_tokens=20, **one) for one in REQUESTS]
     return engine.generate(prompts(), params)
@@ -84,7 +91,9 @@ def test_drafts_that_are_accepted_in_blocks_are_those_of_one_device():
 @pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
 @pytest.mark.parametrize("draft_vocab_size", [50, tiny.TARGET.vocab_size])
 def test_a_selector_chooses_the_drafts_of_one_device(draft_sampling, draft_vocab_size):
-    """Drafts, and with them the acceptance of each position, are equal too: sampled ones by their laws."""
+    """Drafts, and with them the acceptance of each position, are equal too: sampled ones by their
+    laws.
+    """
     head = tiny.head("selector", **HEADS, draft_vocab_size=draft_vocab_size)
     two, one = (completions(n, head, draft_sampling=draft_sampling) for n in (2, 1))
     check_equal(two, one)

@@ -18,9 +18,17 @@ from peagle_jax.parallel.shares import cut_of
 from tests.convert.conftest import GOLDEN, target_of
 
 TARGETS = (
-    "gemma4", "gpt_oss-bf16", "gpt_oss-mxfp4", "llama", "llama-fp8-tensor", "mistral", "qwen2", "qwen3",
-    "qwen3-fp8-channel", "qwen3_moe-bf16",
-)  # fmt: skip
+    "gemma4",
+    "gpt_oss-bf16",
+    "gpt_oss-mxfp4",
+    "llama",
+    "llama-fp8-tensor",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3-fp8-channel",
+    "qwen3_moe-bf16",
+)
 """llama-fp8-tensor has biases in the MLP. A share of qwen3_moe-fp8 would cut blocks."""
 
 
@@ -68,7 +76,9 @@ def test_quantising_while_loading_keeps_the_blocks_of_the_whole_matrix():
 
 
 def test_a_device_reads_its_own_experts_only():
-    """Of two processes with a device each, both read half of the experts' bytes, and together all of them."""
+    """Of two processes with a device each, both read half of the experts' bytes, and together all
+    of them.
+    """
     checkpoint = Checkpoint(GOLDEN / "qwen3_moe-bf16")
     config = target_config(GOLDEN / "qwen3_moe-bf16")
     read = {0: set(), 1: set()}

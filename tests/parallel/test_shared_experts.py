@@ -17,7 +17,9 @@ E, K, D, F = 8, 2, 128, 192
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_items_of_a_devices_experts_move_to_the_front(shared, count, num_cases):
-    """Every row finds its own experts' items by its slots, and the parts of other experts have weight 0."""
+    """Every row finds its own experts' items by its slots, and the parts of other experts have
+    weight 0.
+    """
     for case in range(num_cases("worklists of a device", 5)):
         rng = np.random.default_rng(case)
         rows, tokens = (5, 8) if shared else (21, 8)
@@ -77,8 +79,8 @@ def test_the_shares_of_all_devices_add_to_the_mixture(form, rows, implementation
     rules = dict(top_k=K, normalize=True)
     whole = mixture(x, logits, *weights, **rules, implementation="reference").added(rows)
 
-    # Jitted: jax queues 32 programs of a CPU device. If those that wait for an interpreted kernel fill the
-    # queue, the programs of the interpreter itself cannot enter it, and nothing ever ends.
+    # Jitted: jax queues 32 programs of a CPU device. If those that wait for an interpreted kernel
+    # fill the queue, the programs of the interpreter itself cannot enter it, and nothing ever ends.
     @jax.jit
     def compute_share(first, *own):
         found = mixture(x, logits, *own, **rules, first=first, implementation=implementation)

@@ -1,4 +1,6 @@
-"""Weights that are stacked for programs of several devices: which ones, and that nothing of them changes."""
+"""Weights that are stacked for programs of several devices: which ones, and that nothing of them
+changes.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -23,9 +23,18 @@ def authority(folder: Path, name: str) -> Pair:
     """An authority that signed itself."""
     pair = Pair(str(folder / f"{name}.pem"), str(folder / f"{name}.key"))
     _openssl(
-        "req", "-x509", *_NEW_KEY, "-keyout", pair.key, "-out", pair.cert, "-days", "2",
-        "-subj", f"/CN={name}",
-    )  # fmt: skip
+        "req",
+        "-x509",
+        *_NEW_KEY,
+        "-keyout",
+        pair.key,
+        "-out",
+        pair.cert,
+        "-days",
+        "2",
+        "-subj",
+        f"/CN={name}",
+    )
     return pair
 
 
@@ -37,9 +46,22 @@ def signed(folder: Path, name: str, by: Pair) -> Pair:
     extensions.write_text(_EXTENSIONS)
     _openssl("req", "-new", *_NEW_KEY, "-keyout", pair.key, "-out", request, "-subj", f"/CN={name}")
     _openssl(
-        "x509", "-req", "-in", request, "-CA", by.cert, "-CAkey", by.key, "-CAcreateserial",
-        "-out", pair.cert, "-days", "2", "-extfile", extensions,
-    )  # fmt: skip
+        "x509",
+        "-req",
+        "-in",
+        request,
+        "-CA",
+        by.cert,
+        "-CAkey",
+        by.key,
+        "-CAcreateserial",
+        "-out",
+        pair.cert,
+        "-days",
+        "2",
+        "-extfile",
+        extensions,
+    )
     return pair
 
 

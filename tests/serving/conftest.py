@@ -16,9 +16,15 @@ from tests.waiting import LIMIT
 
 EOS_IDS = (126, 127)
 SIZES = dict(
-    num_draft=3, max_num_seqs=4, max_model_len=96, page_size=4, prefill_chunk=16, prefill_rows=2,
-    max_waiting=64, max_logprobs=3,
-)  # fmt: skip
+    num_draft=3,
+    max_num_seqs=4,
+    max_model_len=96,
+    page_size=4,
+    prefill_chunk=16,
+    prefill_rows=2,
+    max_waiting=64,
+    max_logprobs=3,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,8 +56,8 @@ def target():
 
 @pytest.fixture(scope="session")
 def make_engine(target, tokenizer):
-    """Makes engines of the tiny model; keyword arguments override sizes. Batches are padded to the largest
-    size, unless the options are about K by load."""
+    """Makes engines of the tiny model; keyword arguments override sizes. Batches are padded to the
+    largest size, unless the options are about K by load."""
 
     def make(*, head=True, with_tokenizer=True, times=None, **sizes) -> Engine:
         kind = EngineConfig if "adaptive" in sizes else programs.OneBucketConfig
@@ -104,7 +110,9 @@ def client(scripted):
 
 @pytest.fixture(scope="module")
 def tools_client(tmp_path_factory):
-    """OpenAI's client of a server whose model has a chat template with tools; the tests must leave it empty."""
+    """OpenAI's client of a server whose model has a chat template with tools; the tests must leave
+    it empty.
+    """
     tokenizer = make_tokenizer(tmp_path_factory.mktemp("tools"), TEMPLATE)
     server = LiveServer(make_scripted_engine(tokenizer), http=True)
     url = f"http://{server.http_address}/v1"

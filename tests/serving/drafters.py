@@ -14,7 +14,8 @@ from tests.serving.conftest import SIZES
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KnownTextDrafter:
-    """Drafts what follows in the one text there is; at every fifth and seventh position another token.
+    """Drafts what follows in the one text there is; at every fifth and seventh position another
+    token.
 
     So rounds with every number of accepted drafts occur, from none to all.
     """

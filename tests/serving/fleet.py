@@ -24,19 +24,38 @@ MODEL = "tiny"
 MAX_POSITION = 256
 GREEDY = dict(temperature=0, ignore_eos=True)
 SIZES = (
-    "--max-num-seqs", "2", "--max-model-len", "256", "--prefill-chunk", "32",
-    "--num-speculative-tokens", "3", "--adaptive", "off", "--max-connection-seconds", "2",
-)  # fmt: skip
-"""Few programs, so that a server starts soon. It ends each connection after two seconds (GOAWAY): no request
-may notice that."""
+    "--max-num-seqs",
+    "2",
+    "--max-model-len",
+    "256",
+    "--prefill-chunk",
+    "32",
+    "--num-speculative-tokens",
+    "3",
+    "--adaptive",
+    "off",
+    "--max-connection-seconds",
+    "2",
+)
+"""Few programs, so that a server starts soon. It ends each connection after two seconds (GOAWAY):
+no request may notice that."""
 GATEWAY = (
-    "--health-check-interval-secs", "1", "--worker-startup-check-interval", "1",
-    "--load-monitor-interval", "1", "--retry-max-retries", "10", "--retry-initial-backoff-ms", "200",
+    "--health-check-interval-secs",
+    "1",
+    "--worker-startup-check-interval",
+    "1",
+    "--load-monitor-interval",
+    "1",
+    "--retry-max-retries",
+    "10",
+    "--retry-initial-backoff-ms",
+    "200",
     "--disable-circuit-breaker",
-)  # fmt: skip
-"""The gateway notices the state of a server sooner than by default, and retries until it has: it sends a
-request again to the server that has its prefix, as long as three checks in a row have not failed. The failures would open its circuit
-breaker for a minute, also after the server has returned."""
+)
+"""The gateway notices the state of a server sooner than by default, and retries until it has: it
+sends a request again to the server that has its prefix, as long as three checks in a row have not
+failed. The failures would open its circuit breaker for a minute, also after the server has
+returned."""
 _POLL = 0.1  # seconds between two looks at the gateway, or at a log
 _PAUSE = (
     0.3  # seconds that a client of `Load` waits between two requests, so that servers start soon
@@ -53,7 +72,9 @@ def save_model(folder: Path, target: Decoder, tokenizer: Tokenizer) -> list[str]
 
 
 class Replica:
-    """One server of a fleet. A later process has the port of the first, as a restarted container has."""
+    """One server of a fleet. A later process has the port of the first, as a restarted container
+    has.
+    """
 
     def __init__(self, folder: Path, model: Sequence[str]):
         self._folder, self._model = folder, model

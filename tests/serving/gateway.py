@@ -29,10 +29,20 @@ def running_gateway(
     port, metrics_port = free_ports(2)
     log = folder / "log"
     command = [
-        Path(sys.executable).with_name("smg"), "launch", "--host", "127.0.0.1", "--port", port,
-        "--worker-urls", *(f"grpc://{address}" for address in addresses),
-        "--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port, *options,
-    ]  # fmt: skip
+        Path(sys.executable).with_name("smg"),
+        "launch",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--worker-urls",
+        *(f"grpc://{address}" for address in addresses),
+        "--prometheus-host",
+        "127.0.0.1",
+        "--prometheus-port",
+        metrics_port,
+        *options,
+    ]
     with log.open("w") as out:
         process = subprocess.Popen(
             [str(part) for part in command],

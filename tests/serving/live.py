@@ -98,7 +98,9 @@ class LiveServer:
 
     @contextlib.contextmanager
     def another_http(self, **options) -> Iterator[str]:
-        """The address of a further HTTP server over the same frontend; options as `HttpServer` takes them."""
+        """The address of a further HTTP server over the same frontend; options as `HttpServer`
+        takes them.
+        """
 
         async def start() -> tuple[HttpServer, int]:
             server = HttpServer(self.frontend, **options)
@@ -122,8 +124,8 @@ class LiveServer:
     def paced(self) -> Iterator[Pace]:
         """Within the block a round of decoding begins only when the test releases it.
 
-        A request yields its first token after one released round, because a prefill's result is read
-        while the next round runs.
+        A request yields its first token after one released round, because a prefill's result is
+        read while the next round runs.
         """
         pace = Pace()
         with self._before_rounds(pace.wait):

@@ -1,4 +1,6 @@
-"""Bodies of the routes that are adapters over chats: any JSON is accepted, or refused with the name of a field."""
+"""Bodies of the routes that are adapters over chats: any JSON is accepted, or refused with the name
+of a field.
+"""
 
 import random
 from types import SimpleNamespace
@@ -21,20 +23,39 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 TEXT = {"type": "text", "text": "a"}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CHAT = {
-    "messages": [HELLO, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "a", "content": [TEXT]}],
-    "tools": [{"type": "function", "function": {"name": "f", "description": "a", "parameters": SCHEMA, "strict": False}}],
+    "messages": [
+        HELLO,
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "a", "content": [TEXT]},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "function": {"name": "f", "description": "a", "parameters": SCHEMA, "strict": False},
+        }
+    ],
     "tool_choice": {"type": "function", "function": {"name": "f"}},
     "parallel_tool_calls": False,
-}  # fmt: skip
+}
 MESSAGES = {
     "max_tokens": 5,
     "system": [TEXT | {"cache_control": {"type": "ephemeral"}}],
     "messages": [
         {"role": "user", "content": [TEXT]},
-        {"role": "assistant", "content": [
-            {"type": "thinking", "thinking": "a", "signature": ""}, TEXT, {"type": "tool_use", "id": "a", "name": "f", "input": {"a": 1}},
-        ]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [TEXT], "is_error": False}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "a", "signature": ""},
+                TEXT,
+                {"type": "tool_use", "id": "a", "name": "f", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "a", "content": [TEXT], "is_error": False}
+            ],
+        },
     ],
     "tools": [{"name": "f", "description": "a", "input_schema": SCHEMA}],
     "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
@@ -42,11 +63,16 @@ MESSAGES = {
     "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
     "stop_sequences": ["a"],
     "metadata": {"user_id": "a"},
-}  # fmt: skip
+}
 RESPONSES = {
     "input": [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
-        {"type": "reasoning", "id": "a", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+        {
+            "type": "reasoning",
+            "id": "a",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "a"}],
+        },
         {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "a", "output": "1"},
     ],
@@ -56,15 +82,19 @@ RESPONSES = {
     "reasoning": {"effort": "low"},
     "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
     "metadata": {"a": "b"},
-}  # fmt: skip
+}
 BODIES = {
     ChatFields: CHAT,
-    PromptFields: {name: value for name, value in MESSAGES.items() if name not in ("max_tokens", "stop_sequences", "metadata")},
+    PromptFields: {
+        name: value
+        for name, value in MESSAGES.items()
+        if name not in ("max_tokens", "stop_sequences", "metadata")
+    },
     MessagesFields: MESSAGES,
     ResponsesFields: RESPONSES,
     TokenizeFields: {name: CHAT[name] for name in ("messages", "tools")} | {"prompt": "a"},
     DetokenizeFields: {"tokens": [1]},
-}  # fmt: skip
+}
 FRONTEND = SimpleNamespace(
     replies=SimpleNamespace(has_calls=True, calls=lambda tools, **how: tools)
 )

@@ -1,4 +1,6 @@
-"""The example agent of the docs edits a file. The embedded model cannot reason: its replies are given."""
+"""The example agent of the docs edits a file. The embedded model cannot reason: its replies are
+given.
+"""
 
 import json
 import sys

@@ -1,4 +1,6 @@
-"""Requests as agents send them, with OpenAI's and Anthropic's clients: each field is honoured or refused by name."""
+"""Requests as agents send them, with OpenAI's and Anthropic's clients: each field is honoured or
+refused by name.
+"""
 
 import json
 
@@ -216,10 +218,13 @@ def test_reasoning_is_cleared_as_the_client_asks(scripted, claude, keep, kept):
     ("edit", "field"),
     [
         ({"type": "clear_tool_uses_20250919"}, "type"),
-        ({"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": -1}}, "keep.value"),
+        (
+            {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": -1}},
+            "keep.value",
+        ),
         ({"type": "clear_thinking_20251015", "keep": "some"}, "keep"),
     ],
-)  # fmt: skip
+)
 def test_other_edits_of_the_conversation_are_refused_by_name(claude, edit, field):
     with pytest.raises(anthropic.BadRequestError) as caught:
         claude.beta.messages.create(

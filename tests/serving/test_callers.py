@@ -1,4 +1,5 @@
-"""A caller is a bearer token: it aborts and collides with its own requests only, and learns of no others.
+"""A caller is a bearer token: it aborts and collides with its own requests only, and learns of no
+others.
 
 Work of callers is done in turn.
 """
@@ -220,7 +221,9 @@ class Turns:
 
 
 def take_turns(work) -> object:
-    """Runs `work(turns)` in an event loop; afterwards nothing may wait and both threads must be free."""
+    """Runs `work(turns)` in an event loop; afterwards nothing may wait and both threads must be
+    free.
+    """
 
     async def main():
         turns = Turns()

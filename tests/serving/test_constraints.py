@@ -1,4 +1,6 @@
-"""Constraints of clients are checked in a process of their own: hostile ones end there, in bounded time."""
+"""Constraints of clients are checked in a process of their own: hostile ones end there, in bounded
+time.
+"""
 
 import asyncio
 import json
@@ -79,11 +81,13 @@ def doubling(length: int) -> Structured:
 
 
 FATAL = {
-    "a multiple that takes minutes": Structured.json_schema({"type": "integer", "multipleOf": 12345678}),
+    "a multiple that takes minutes": Structured.json_schema(
+        {"type": "integer", "multipleOf": 12345678}
+    ),
     "rules without end": chain("r", 15_000),
     "terminals without end": chain("R", 15_000),
     "a text of 2^900 letters": doubling(900),
-}  # fmt: skip
+}
 REFUSED = {
     "depth": Structured.json_schema(nested(100)),
     "size": Structured.json_schema({"enum": [f"value {i}" for i in range(30_000)]}),
@@ -386,7 +390,9 @@ def costly(number: int) -> Structured:
 
 
 def test_constraints_that_wait_take_bounded_memory(engine, monkeypatch):
-    """What finds no memory is refused before it is compiled; other callers have a share, and memory comes back."""
+    """What finds no memory is refused before it is compiled; other callers have a share, and memory
+    comes back.
+    """
     compiled = []
     matcher = engine.grammars.matcher
     monkeypatch.setattr(engine.grammars, "matcher", lambda *a: compiled.append(a) or matcher(*a))

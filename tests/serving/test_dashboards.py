@@ -1,4 +1,6 @@
-"""deploy/grafana/dashboard.json and deploy/alerts.yml ask for metrics and labels that `/metrics` has."""
+"""deploy/grafana/dashboard.json and deploy/alerts.yml ask for metrics and labels that `/metrics`
+has.
+"""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +30,9 @@ ENDINGS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_su
 
 @pytest.fixture(scope="module")
 def series() -> dict[str, set[str]]:
-    """Labels of each series of a server that has had no request: Prometheus must see them begin at 0."""
+    """Labels of each series of a server that has had no request: Prometheus must see them begin at
+    0.
+    """
     counts = Acceptance(
         rounds=1,
         emitted=2,

@@ -1,4 +1,6 @@
-"""The files of deploy/ hold together: with each other, with the settings, with the gateway's options."""
+"""The files of deploy/ hold together: with each other, with the settings, with the gateway's
+options.
+"""
 
 import argparse
 import io
@@ -22,9 +24,24 @@ AFTER_DRAIN = app.END_SECONDS
 STEADY = 30
 """Seconds after which a gateway has left out a server that does not answer."""
 KNOWN = {
-    "ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL", "ONBUILD",
-    "RUN", "SHELL", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR",
-}  # fmt: skip
+    "ADD",
+    "ARG",
+    "CMD",
+    "COPY",
+    "ENTRYPOINT",
+    "ENV",
+    "EXPOSE",
+    "FROM",
+    "HEALTHCHECK",
+    "LABEL",
+    "ONBUILD",
+    "RUN",
+    "SHELL",
+    "STOPSIGNAL",
+    "USER",
+    "VOLUME",
+    "WORKDIR",
+}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Fields and errors of the APIs as clients send and expect them: honoured, ignored with a line in the log, or refused."""
+"""Fields and errors of the APIs as clients send and expect them: honoured, ignored with a line in
+the log, or refused.
+"""
 
 import json
 import logging
@@ -30,8 +32,11 @@ ROUTES = {
     "/v1/completions": (CompletionFields, {"prompt": "x"}),
     "/v1/chat/completions": (ChatFields, {"messages": [{"role": "user", "content": "x"}]}),
     "/v1/responses": (ResponsesFields, {"input": "x"}),
-    "/v1/messages": (MessagesFields, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}),
-}  # fmt: skip
+    "/v1/messages": (
+        MessagesFields,
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
+    ),
+}
 ROUTE_AND_MARK = [
     (path, name, mark)
     for path, (fields, _) in ROUTES.items()
@@ -118,16 +123,29 @@ def test_each_declared_field_is_ignored_or_refused_by_name(path, name, mark):
 
 HINTS = {
     "/v1/chat/completions": [
-        {"store": True}, {"verbosity": "low"}, {"service_tier": "priority"}, {"service_tier": "flex"},
-        {"prompt_cache_retention": "24h"}, {"prompt_cache_options": {"mode": "explicit"}}, {"mm_processor_kwargs": {}},
-        {"prediction": {"type": "content", "content": "x"}}, {"seed": -1}, {"kv_transfer_params": {}},
+        {"store": True},
+        {"verbosity": "low"},
+        {"service_tier": "priority"},
+        {"service_tier": "flex"},
+        {"prompt_cache_retention": "24h"},
+        {"prompt_cache_options": {"mode": "explicit"}},
+        {"mm_processor_kwargs": {}},
+        {"prediction": {"type": "content", "content": "x"}},
+        {"seed": -1},
+        {"kv_transfer_params": {}},
     ],
     "/v1/responses": [
-        {"store": True}, {"truncation": "auto"}, {"text": {"verbosity": "low"}}, {"top_logprobs": 2},
-        {"reasoning": {"summary": "detailed"}}, {"prompt_cache_retention": "24h"}, {"client_metadata": {"session_id": "a"}},
-        {"include": ["reasoning.encrypted_content"]}, {"include": ["message.output_text.logprobs"]},
+        {"store": True},
+        {"truncation": "auto"},
+        {"text": {"verbosity": "low"}},
+        {"top_logprobs": 2},
+        {"reasoning": {"summary": "detailed"}},
+        {"prompt_cache_retention": "24h"},
+        {"client_metadata": {"session_id": "a"}},
+        {"include": ["reasoning.encrypted_content"]},
+        {"include": ["message.output_text.logprobs"]},
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("path", HINTS)
@@ -144,14 +162,55 @@ def test_hints_that_change_no_text_are_taken(scripted, post, path):
 
 USER = {"role": "user", "content": "x"}
 EXTRAS = [
-    ([{"role": "system", "content": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}]}, USER], "<|system|>s<|user|>x"),
-    ([USER, {"role": "assistant", "content": "", "reasoning": "t"}, USER], "<|user|>x<|assistant|>t<|user|>x"),
-    ([USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, USER], "<|user|>x<|assistant|>no<|user|>x"),
-    ([USER, {"role": "assistant", "content": None, "refusal": "no"}, USER], "<|user|>x<|assistant|>no<|user|>x"),
-    ([USER, {"role": "assistant", "content": "y", "provider_specific_fields": {"a": 1}, "reasoning_details": [{}]}, USER], "<|user|>x<|assistant|>y<|user|>x"),
+    (
+        [
+            {
+                "role": "system",
+                "content": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+            },
+            USER,
+        ],
+        "<|system|>s<|user|>x",
+    ),
+    (
+        [USER, {"role": "assistant", "content": "", "reasoning": "t"}, USER],
+        "<|user|>x<|assistant|>t<|user|>x",
+    ),
+    (
+        [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, USER],
+        "<|user|>x<|assistant|>no<|user|>x",
+    ),
+    (
+        [USER, {"role": "assistant", "content": None, "refusal": "no"}, USER],
+        "<|user|>x<|assistant|>no<|user|>x",
+    ),
+    (
+        [
+            USER,
+            {
+                "role": "assistant",
+                "content": "y",
+                "provider_specific_fields": {"a": 1},
+                "reasoning_details": [{}],
+            },
+            USER,
+        ],
+        "<|user|>x<|assistant|>y<|user|>x",
+    ),
     ([USER | {"id": "1", "no_such_field": 1}], "<|user|>x"),
-    ([USER, {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "read", "arguments": '{"path": "p"}'}}]}], "<|user|>x<|assistant|><tool_call>p</tool_call>"),
-]  # fmt: skip
+    (
+        [
+            USER,
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"id": "a", "function": {"name": "read", "arguments": '{"path": "p"}'}}
+                ],
+            },
+        ],
+        "<|user|>x<|assistant|><tool_call>p</tool_call>",
+    ),
+]
 
 
 @pytest.mark.parametrize(("messages", "prompt"), EXTRAS, ids=range(len(EXTRAS)))
@@ -229,7 +288,9 @@ def test_a_prompt_that_is_too_long_has_the_sentence_that_clients_look_for(script
             assert (answer.status_code, error["code"]) == (400, "context_length_exceeded"), path
             assert error["param"] in body
             assert error["message"].startswith(f"{sentence}The prompt is too long: ")
-        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > \d+ maximum"):  # fmt: skip
+        with pytest.raises(
+            anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > \d+ maximum"
+        ):
             claude.messages.create(model="tiny", max_tokens=5, messages=[USER | {"content": text}])
 
 
@@ -279,12 +340,19 @@ def test_tools_of_anthropics_clients_have_their_schemas_and_those_of_servers_are
     scripted.say("Hi")
     tools = [
         {"type": "bash_20250124", "name": "bash"},
-        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 99},
+        {
+            "type": "text_editor_20250728",
+            "name": "str_replace_based_edit_tool",
+            "max_characters": 99,
+        },
         {"type": "memory_20250818", "name": "memory"},
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
         {"name": "read", "input_schema": PARAMETERS, "input_examples": [{"path": "a.py"}]},
-    ]  # fmt: skip
-    redacted = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "a"}, {"type": "text", "text": "y"}]}  # fmt: skip
+    ]
+    redacted = {
+        "role": "assistant",
+        "content": [{"type": "redacted_thinking", "data": "a"}, {"type": "text", "text": "y"}],
+    }
     ask = dict(model="tiny", max_tokens=5, messages=[USER, redacted, USER])
     claude.beta.messages.create(**ask, tools=tools)
     functions = {one["name"]: one for one in tools_of(scripted.prompts[0])}
@@ -293,7 +361,10 @@ def test_tools_of_anthropics_clients_have_their_schemas_and_those_of_servers_are
     assert "rename" in functions["memory"]["parameters"]["properties"]["command"]["enum"]
     assert functions["read"]["description"] == 'Examples of input: [{"path": "a.py"}]'
     assert scripted.prompts[0].endswith("<|user|>x<|assistant|>y<|user|>x<|assistant|>")
-    answer = post("/v1/messages", **ask | dict(tools=tools, tool_choice={"type": "tool", "name": "web_search"}))  # fmt: skip
+    answer = post(
+        "/v1/messages",
+        **ask | dict(tools=tools, tool_choice={"type": "tool", "name": "web_search"}),
+    )
     assert answer.json()["error"]["message"] == "tool_choice: there is no tool 'web_search'"
 
 
@@ -306,7 +377,9 @@ def test_anthropics_stream_begins_with_the_prompts_tokens_and_answers_have_its_h
         last = stream.get_final_message()
         assert stream.response.headers["request-id"]
     usage = first.message.usage
-    assert usage.input_tokens + usage.cache_read_input_tokens == len(scripted.script.requests[0].prompt)  # fmt: skip
+    assert usage.input_tokens + usage.cache_read_input_tokens == len(
+        scripted.script.requests[0].prompt
+    )
     assert (usage.input_tokens, usage.output_tokens) == (last.usage.input_tokens, 0)
     (model,) = claude.models.list().data
     assert (model.id, model.type, model.display_name) == ("tiny", "model", "tiny")
@@ -341,7 +414,9 @@ def test_functions_of_a_namespace_are_called_by_namespace_and_name(scripted, cli
     assert [one["name"] for one in tools_of(scripted.prompts[0])] == ["agents__spawn"]
     result = {"type": "function_call_output", "call_id": item.call_id, "output": "1"}
     talk = [USER, item.to_dict(), result]
-    assert client.responses.create(model="tiny", input=talk, tools=[NAMESPACE]).output_text == "Done."  # fmt: skip
+    assert (
+        client.responses.create(model="tiny", input=talk, tools=[NAMESPACE]).output_text == "Done."
+    )
     assert "<tool_call>é.py</tool_call><|tool|>1" in scripted.prompts[1]
 
 
@@ -357,11 +432,17 @@ def test_only_allowed_tools_are_in_the_prompt(scripted, post):
     flat = dict(
         input="x",
         tools=[{"type": "function", **one} for one in (other, READ_TOOL)],
-        tool_choice={"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "read"}]},
-    )  # fmt: skip
+        tool_choice={
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": "read"}],
+        },
+    )
     assert post("/v1/chat/completions", **chat).json()["choices"][0]["message"]["tool_calls"]
     assert post("/v1/responses", **flat).json()["output"][0]["type"] == "function_call"
-    assert [[one["name"] for one in tools_of(prompt)] for prompt in scripted.prompts] == [["read"]] * 2  # fmt: skip
+    assert [[one["name"] for one in tools_of(prompt)] for prompt in scripted.prompts] == [
+        ["read"]
+    ] * 2
     choice["tools"][0]["function"]["name"] = "missing"
     answer = post("/v1/chat/completions", **chat)
     assert answer.json()["error"]["message"] == "tool_choice: there is no tool 'missing'"
@@ -405,10 +486,19 @@ def test_claude_codes_loop_of_tools_is_closed(scripted, post):
     events = events_of(post(path, headers, **body))
     assert [events[0]["type"], events[-1]["type"]] == ["message_start", "message_stop"]
     (block,) = [one["content_block"] for one in events if one["type"] == "content_block_start"]
-    text = "".join(one["delta"].get("partial_json", "") for one in events if one["type"] == "content_block_delta")  # fmt: skip
+    text = "".join(
+        one["delta"].get("partial_json", "")
+        for one in events
+        if one["type"] == "content_block_delta"
+    )
     assert (block["name"], json.loads(text)) == ("Bash", {"command": "ls"})
     called = block | {"input": json.loads(text), "cache_control": {"type": "ephemeral"}}
-    result = {"type": "tool_result", "tool_use_id": block["id"], "content": "a.txt", "is_error": False}  # fmt: skip
+    result = {
+        "type": "tool_result",
+        "tool_use_id": block["id"],
+        "content": "a.txt",
+        "is_error": False,
+    }
     talk = [
         *body["messages"],
         {"role": "assistant", "content": [called]},

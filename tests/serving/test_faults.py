@@ -1,4 +1,6 @@
-"""Clients that leave, break off or read slowly, one or many at once: the answers of all others are unchanged."""
+"""Clients that leave, break off or read slowly, one or many at once: the answers of all others are
+unchanged.
+"""
 
 import asyncio
 import contextlib
@@ -27,9 +29,10 @@ ROOT = Path(__file__).parents[2]
 LONG = pb.Stopping(max_tokens=60, ignore_eos=True)
 Status = grpc.StatusCode
 _SMALL_WINDOW = [
-    ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 1 << 14),
     ("grpc.use_local_subchannel_pool", 1),
-]  # fmt: skip
+]
 """A separate connection whose HTTP/2 window keeps its initial size."""
 
 
@@ -69,7 +72,8 @@ def narrow(make_engine) -> LiveServer:
 
 
 class Crowd:
-    """Clients that send short requests and end some of them: by cancelling, by a deadline, by a lost connection.
+    """Clients that send short requests and end some of them: by cancelling, by a deadline, by a
+    lost connection.
 
     Attributes:
       codes: how often a call ended with each status.
@@ -97,8 +101,10 @@ class Crowd:
             stopping=pb.Stopping(max_tokens=int(rng.integers(1, 9)), ignore_eos=True),
             sampling=pb.Sampling(temperature=float(rng.choice([0.0, 1.0]))),
         )
-        kind = rng.choice(["plain", "once", "deadline", "cancel", "leave", "wrong"],
-                          p=[0.3, 0.25, 0.2, 0.2, 0.03, 0.02])  # fmt: skip
+        kind = rng.choice(
+            ["plain", "once", "deadline", "cancel", "leave", "wrong"],
+            p=[0.3, 0.25, 0.2, 0.2, 0.03, 0.02],
+        )
         stub = peagle_v1_pb2_grpc.GenerationStub(shared)
         match kind:
             case "once":
@@ -164,8 +170,11 @@ def test_thousands_of_requests_end_once_each_and_leave_nothing(server, reports, 
     assert codes.total() == number
     # DEADLINE_EXCEEDED, CANCELLED: as asked. The queue is never full: 64 fit.
     assert codes.keys() == {
-        Status.OK, Status.CANCELLED, Status.DEADLINE_EXCEEDED, Status.INVALID_ARGUMENT,
-    }  # fmt: skip
+        Status.OK,
+        Status.CANCELLED,
+        Status.DEADLINE_EXCEEDED,
+        Status.INVALID_ARGUMENT,
+    }
     assert codes[Status.OK] > number // 2
     assert min(codes.values()) > number // 100
     assert len({stream.number for stream in reports}) == len(reports) > kept

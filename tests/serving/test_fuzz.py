@@ -44,9 +44,14 @@ METHODS = {
 }
 Status = grpc.StatusCode
 ANSWERS = {
-    Status.OK, Status.INVALID_ARGUMENT, Status.NOT_FOUND, Status.ALREADY_EXISTS,
-    Status.RESOURCE_EXHAUSTED, Status.FAILED_PRECONDITION, Status.UNIMPLEMENTED,
-}  # fmt: skip
+    Status.OK,
+    Status.INVALID_ARGUMENT,
+    Status.NOT_FOUND,
+    Status.ALREADY_EXISTS,
+    Status.RESOURCE_EXHAUSTED,
+    Status.FAILED_PRECONDITION,
+    Status.UNIMPLEMENTED,
+}
 """Valid statuses for a message that the server could parse. A hang is DEADLINE_EXCEEDED."""
 MAX_BYTES = 1 << 20
 BATCH = 25
@@ -91,7 +96,9 @@ class Client:
         return grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)])
 
     def send(self, path: str, method: MethodDescriptor, batch: list[list[bytes]]) -> list:
-        """Makes one call for each item of `batch`, all at once; the errors, None where there was none."""
+        """Makes one call for each item of `batch`, all at once; the errors, None where there was
+        none.
+        """
         calls = (self._call(path, method, requests) for requests in batch)
 
         async def together():
@@ -122,8 +129,8 @@ class Client:
 
 
 def in_stream_error(answers: list[bytes]) -> grpc.aio.AioRpcError | None:
-    """The error that the responses of a stream report, as if it were a status: one that no sound server
-    reports if there is one, else the first."""
+    """The error that the responses of a stream report, as if it were a status: one that no sound
+    server reports if there is one, else the first."""
     messages = [
         open_inference_pb2.ModelStreamInferResponse.FromString(one).error_message for one in answers
     ]
@@ -195,7 +202,9 @@ def test_any_message_gets_a_fitting_status(server, client, path, num_cases):
 
 
 NO_MESSAGE = re.compile(r"no such message|more than \d+ numbers take|more than the \d+ fields")
-"""Valid errors for bytes that do not parse: that they do not, or that they are too large to be parsed."""
+"""Valid errors for bytes that do not parse: that they do not, or that they are too large to be
+parsed.
+"""
 
 
 @pytest.mark.sampled(4, slow=4)

@@ -1,4 +1,6 @@
-"""Replies in harmony's channels: reasoning and text are separated, by tokens and through a live server."""
+"""Replies in harmony's channels: reasoning and text are separated, by tokens and through a live
+server.
+"""
 
 import openai
 import pytest
@@ -60,16 +62,23 @@ def parsed(tokenizer: Tokenizer, text: str, *, size: int = 1, stops=(), tools=No
         ("just text", "just text", ""),  # the prompt has the header
         ("just text<|end|>" + FINAL, "just textHi é!", ""),
         (ANALYSIS + TOOL, "", "They greet é.{}"),
-        (ANALYSIS + "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>",
-         "", "They greet é.{}"),
-        (ANALYSIS + "<|start|>assistant<|channel|>commentary<|message|>I look<|end|>" + FINAL,
-         "I lookHi é!", "They greet é."),
+        (
+            ANALYSIS
+            + "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>",
+            "",
+            "They greet é.{}",
+        ),
+        (
+            ANALYSIS + "<|start|>assistant<|channel|>commentary<|message|>I look<|end|>" + FINAL,
+            "I lookHi é!",
+            "They greet é.",
+        ),
         (ANALYSIS + "<|start|>assistant<|channel|>fi", "", "They greet é."),  # cut off
         (ANALYSIS[:-10], "", "They greet"),
         (ANALYSIS + "<|start|>assistant<|end|>" + FINAL, "Hi é!", "They greet é."),
         ("<|channel|>analysisword<|message|>no such channel", "no such channel", ""),
     ],
-)  # fmt: skip
+)
 def test_text_and_reasoning_are_separated(harmony, reply, text, reasoning, size):
     assert parsed(harmony, reply, size=size) == ReplyPart(text, reasoning)
 
@@ -79,16 +88,28 @@ def test_text_and_reasoning_are_separated(harmony, reply, text, reasoning, size)
     ("reply", "text", "calls"),
     [
         (ANALYSIS + TOOL, "", [ToolCall("f", "{}")]),
-        (ANALYSIS + "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>", "",
-         [ToolCall("f", "{}")]),
-        (TOOL + TOOL.replace("{}", '{"a": "é<|x"}'), "", [ToolCall("f", "{}"), ToolCall("f", '{"a": "é<|x"}')]),
+        (
+            ANALYSIS
+            + "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>",
+            "",
+            [ToolCall("f", "{}")],
+        ),
+        (
+            TOOL + TOOL.replace("{}", '{"a": "é<|x"}'),
+            "",
+            [ToolCall("f", "{}"), ToolCall("f", '{"a": "é<|x"}')],
+        ),
         (TOOL.replace("{}", '{"n": "3"}'), "", [ToolCall("f", '{"n": 3}')]),
         (TOOL.replace("{}", "{'a'}") + FINAL, "{'a'}Hi é!", []),
         (TOOL.removesuffix("<|call|>"), "{}", []),  # cut off
         (TOOL.replace("functions.f", "browser.open"), "", []),
-        (TOOL.removesuffix("<|call|>") + "<|start|>assistant<|channel|>final<|message|>Hi", "Hi", [ToolCall("f", "{}")]),
+        (
+            TOOL.removesuffix("<|call|>") + "<|start|>assistant<|channel|>final<|message|>Hi",
+            "Hi",
+            [ToolCall("f", "{}")],
+        ),
     ],
-)  # fmt: skip
+)
 def test_messages_to_functions_are_calls(harmony, reply, text, calls, size):
     properties = {"n": {"type": "integer"}}
     tools = Tools([{"function": {"name": "f", "parameters": {"properties": properties}}}])

@@ -223,9 +223,13 @@ def test_logprobs_of_chats(server, client):
 
 def test_usage_in_every_chunk(server, http, tokenizer):
     body = dict(
-        model="tiny", prompt=PROMPT, max_tokens=20, temperature=0, stream=True,
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=20,
+        temperature=0,
+        stream=True,
         stream_options={"include_usage": True, "continuous_usage_stats": True},
-    )  # fmt: skip
+    )
     chunks = events(http.post("/v1/completions", json=body))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)

@@ -1,4 +1,6 @@
-"""Connections that keep the HTTP server waiting, too many of them, and heads that proxies read otherwise."""
+"""Connections that keep the HTTP server waiting, too many of them, and heads that proxies read
+otherwise.
+"""
 
 import asyncio
 import contextlib
@@ -365,11 +367,24 @@ def test_without_descriptors_the_server_pauses_and_closes_idle_connections(caplo
 
 
 HOSTS = {
-    "localhost": 200, "LOCALHOST:8000": 200, "127.0.0.1": 200, "127.0.0.1:80": 200, "127.0.0.2": 200,
-    "[::1]": 200, "[::1]:8000": 200, "localhost.": 200, "evil.example": 403, "evil.example:8000": 403,
-    "localhost.evil.example": 403, "127.0.0.1.evil.example": 403, "10.0.0.1": 403, "[::2]": 403,
-    "": 403, "named.example:1": 200, "a@localhost": 403,
-}  # fmt: skip
+    "localhost": 200,
+    "LOCALHOST:8000": 200,
+    "127.0.0.1": 200,
+    "127.0.0.1:80": 200,
+    "127.0.0.2": 200,
+    "[::1]": 200,
+    "[::1]:8000": 200,
+    "localhost.": 200,
+    "evil.example": 403,
+    "evil.example:8000": 403,
+    "localhost.evil.example": 403,
+    "127.0.0.1.evil.example": 403,
+    "10.0.0.1": 403,
+    "[::2]": 403,
+    "": 403,
+    "named.example:1": 200,
+    "a@localhost": 403,
+}
 
 
 @pytest.mark.parametrize("host", HOSTS)

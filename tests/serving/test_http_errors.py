@@ -160,10 +160,22 @@ def test_chats_name_the_invalid_field(server, http, field, value):
 
 def test_values_without_effect_are_accepted(server, http):
     nothing = dict(
-        user="me", metadata={"a": "b"}, frequency_penalty=0, presence_penalty=0.0, best_of=1,
-        repetition_penalty=1.0, logit_bias={}, min_tokens=0, store=False, stop=None, seed=None,
-        response_format={"type": "text"}, stream_options=None, nonsense=None, top_k=-1,
-    )  # fmt: skip
+        user="me",
+        metadata={"a": "b"},
+        frequency_penalty=0,
+        presence_penalty=0.0,
+        best_of=1,
+        repetition_penalty=1.0,
+        logit_bias={},
+        min_tokens=0,
+        store=False,
+        stop=None,
+        seed=None,
+        response_format={"type": "text"},
+        stream_options=None,
+        nonsense=None,
+        top_k=-1,
+    )
     completion = nothing | dict(prompt="a", max_tokens=3, echo=False, suffix="", logprobs=None)
     assert http.post("/v1/completions", json=completion).status_code == 200
     answered = {"role": "assistant", "content": None, "refusal": None, "tool_calls": []}
@@ -199,8 +211,18 @@ def test_contradictory_fields_are_refused(server, http):
     assert post("/v1/chat/completions")["param"] == "messages"
 
 
-BODIES = [b"", b"{", b"[]", b"5", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', b"[" * 20000,
-          b'{"prompt": "a", "temperature": Infinity}', b'{"prompt": [' + b"1" * 5000 + b"]}"]  # fmt: skip
+BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b"5",
+    b'"x"',
+    b"\xff\xfe",
+    b'{"prompt": NaN}',
+    b"[" * 20000,
+    b'{"prompt": "a", "temperature": Infinity}',
+    b'{"prompt": [' + b"1" * 5000 + b"]}",
+]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: repr(body[:20]))
@@ -324,9 +346,12 @@ def test_the_servers_time_limit_is_a_504_and_an_event(make_engine):
         pace.release(2)
         with openai.OpenAI(base_url=f"http://{server.http_address}/v1", api_key="x") as client:
             stream = client.completions.create(
-                model="tiny", prompt="a", max_tokens=90, stream=True,
+                model="tiny",
+                prompt="a",
+                max_tokens=90,
+                stream=True,
                 extra_body={"ignore_eos": True},
-            )  # fmt: skip
+            )
             with pytest.raises(openai.APIError, match="time was up"):
                 list(stream)
     server.check_empty()

@@ -34,10 +34,39 @@ def refusal(model: type[Fields], **content: object) -> ServiceError:
 
 
 VALUES = (
-    None, True, False, 0, 1, -1, 0.5, 1.0, 1e999, 2**70, 10**400, "", "a", "text", "auto", "\ud800",
-    [], {}, [None], [1], ["a"], [True], ["a", 1], [[1]], [["a"]], [[]], [{}], [HELLO],
-    {"type": "text"}, {"include_usage": True}, {"a": None}, HELLO | {"content": [{"type": "text"}]},
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    0.5,
+    1.0,
+    1e999,
+    2**70,
+    10**400,
+    "",
+    "a",
+    "text",
+    "auto",
+    "\ud800",
+    [],
+    {},
+    [None],
+    [1],
+    ["a"],
+    [True],
+    ["a", 1],
+    [[1]],
+    [["a"]],
+    [[]],
+    [{}],
+    [HELLO],
+    {"type": "text"},
+    {"include_usage": True},
+    {"a": None},
+    HELLO | {"content": [{"type": "text"}]},
+)
 
 
 def damaged(value: object, rng: random.Random) -> object:

@@ -1,4 +1,6 @@
-"""The socket between the processes of a server: whole messages, and a reader that stalls never holds the engine."""
+"""The socket between the processes of a server: whole messages, and a reader that stalls never
+holds the engine.
+"""
 
 import itertools
 import random

@@ -1,4 +1,6 @@
-"""Clients' JSON: the size is limited before parsing, the result is that of json.loads, keys are unique."""
+"""Clients' JSON: the size is limited before parsing, the result is that of json.loads, keys are
+unique.
+"""
 
 import json
 import random

@@ -234,13 +234,13 @@ NAMED = {
     ),
     "outputs: 17": (
         f"{open_inference.SERVICE}/ModelInfer",
-        INFER(model_name="tiny", outputs=[INFER.InferRequestedOutputTensor(name="text_output")] * 17),
+        INFER(
+            model_name="tiny", outputs=[INFER.InferRequestedOutputTensor(name="text_output")] * 17
+        ),
     ),
     "chat.variables_json: 70002 bytes are more than 65536": (
         "peagle.v1.Generation/Generate",
-        pb.GenerateRequest(
-            chat=pb.Chat(messages=[pb.ChatMessage()], variables_json="[" * 70_002)
-        ),
+        pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage()], variables_json="[" * 70_002)),
     ),
     "sampling_parameters: 70000 bytes are more than 65536": (
         f"{open_inference.SERVICE}/ModelInfer",
@@ -263,7 +263,7 @@ NAMED = {
             chat=pb.Chat(messages=[pb.ChatMessage()], variables_json='{"a": 1, "a": 2}')
         ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("words", NAMED)

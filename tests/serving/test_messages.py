@@ -14,7 +14,7 @@ TOOL = {
     "name": "read",
     "description": "Reads a file.",
     "input_schema": PARAMETERS,
-}  # fmt: skip
+}
 HELLO = [{"role": "user", "content": "Read!"}]
 ASK = dict(model="tiny", max_tokens=300, messages=HELLO)
 
@@ -51,8 +51,14 @@ def test_a_client_runs_a_loop_of_tools(scripted, client):
     messages = [
         *HELLO,
         {"role": "assistant", "content": [one.model_dump() for one in first.content]},
-        {"role": "user", "content": [result, {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}}]},
-    ]  # fmt: skip
+        {
+            "role": "user",
+            "content": [
+                result,
+                {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+    ]
     second = client.messages.create(
         **ASK | dict(messages=messages), system="Be brief.", tools=[TOOL]
     )
@@ -61,7 +67,8 @@ def test_a_client_runs_a_loop_of_tools(scripted, client):
     tools = f"<tools>{json.dumps([{'type': 'function', 'function': as_chat}])}</tools><|system|>Be brief."
     assert scripted.prompts == [
         f"{tools}<|user|>Read!<|assistant|>",
-        f"{tools}<|user|>Read!<|assistant|>I read it.<tool_call>é.py</tool_call><|tool|>1<|user|>Go on.<|assistant|>",
+        f"{tools}<|user|>Read!<|assistant|>I read "
+        "it.<tool_call>é.py</tool_call><|tool|>1<|user|>Go on.<|assistant|>",
     ]
     num_prompt = len(scripted.script.requests[1].prompt)
     usage = second.usage
@@ -128,11 +135,25 @@ WRONG = {
     "messages": {"messages": []},
     "messages[0].role": {"messages": [{"role": "tool", "content": "a"}]},
     "messages[0].content[0].type": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-    "messages[1].content[0].type": {"messages": [*HELLO, {"role": "user", "content": [{"type": "tool_use"}]}]},
+    "messages[1].content[0].type": {
+        "messages": [*HELLO, {"role": "user", "content": [{"type": "tool_use"}]}]
+    },
     "messages[0].content[0].text": {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-    "messages[0].content[0].input": {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]},
-    "messages[0].content[0].content[0].type": {"messages": [{"role": "user", "content": [
-        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document"}]}]}]},
+    "messages[0].content[0].input": {
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}
+        ]
+    },
+    "messages[0].content[0].content[0].type": {
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document"}]}
+                ],
+            }
+        ]
+    },
     "stop_sequences": {"stop_sequences": [""]},
     "temperature": {"temperature": -1},
     "tools[0].type": {"tools": [{"type": "computer_20250124", "name": "computer"}]},
@@ -142,8 +163,10 @@ WRONG = {
     "output_config.format.type": {"output_config": {"format": {"type": "xml"}}},
     "output_config.format": {"output_config": {"format": {"type": "json_schema"}}},
     "tools": {"tools": [TOOL | {"name": "a b"}]},
-    "output_config.format.schema": {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
-}  # fmt: skip
+    "output_config.format.schema": {
+        "output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}
+    },
+}
 
 
 @pytest.mark.parametrize("field", WRONG)

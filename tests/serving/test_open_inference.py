@@ -357,9 +357,15 @@ def test_requests_have_a_priority(server, client, pace):
 
 def test_options_without_effect_are_accepted(server, client):
     neutral = dict(
-        presence_penalty=0.0, repetition_penalty="1.0", logit_bias={}, logprobs=None, top_p=None,
-        use_beam_search=False, include_stop_str_in_output="false", min_tokens=0,
-    )  # fmt: skip
+        presence_penalty=0.0,
+        repetition_penalty="1.0",
+        logit_bias={},
+        logprobs=None,
+        top_p=None,
+        use_beam_search=False,
+        include_stop_str_in_output="false",
+        min_tokens=0,
+    )
     result = client.infer("tiny", inputs(LONG | neutral), priority=0, timeout=60_000_000)
     assert texts(result) == texts(client.infer("tiny", inputs(LONG)))
 

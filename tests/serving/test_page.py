@@ -1,4 +1,6 @@
-"""The page's files as a browser gets them: headers, redirects, nothing else, no token, allowed hosts."""
+"""The page's files as a browser gets them: headers, redirects, nothing else, no token, allowed
+hosts.
+"""
 
 import re
 import tomllib
@@ -40,10 +42,17 @@ def test_the_policy_allows_this_server_only():
         part.strip().split(" ", 1) for part in HEADERS["content-security-policy"].split(";")
     )
     assert policy == {
-        "default-src": "'none'", "script-src": "'self'", "style-src": "'self'", "connect-src": "'self'",
-        "img-src": "'self' data:", "base-uri": "'none'", "form-action": "'none'",
-        "frame-ancestors": "'none'", "require-trusted-types-for": "'script'", "trusted-types": "'none'",
-    }  # fmt: skip
+        "default-src": "'none'",
+        "script-src": "'self'",
+        "style-src": "'self'",
+        "connect-src": "'self'",
+        "img-src": "'self' data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
     assert HEADERS["x-content-type-options"] == "nosniff"
     assert HEADERS["referrer-policy"] == "no-referrer"
 

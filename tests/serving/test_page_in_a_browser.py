@@ -1,4 +1,6 @@
-"""The page in headless Chromium: what a person sees equals what the API answers, and nothing else runs."""
+"""The page in headless Chromium: what a person sees equals what the API answers, and nothing else
+runs.
+"""
 
 import contextlib
 import os
@@ -197,8 +199,9 @@ def test_the_race_finds_equal_texts(server, page):
     )
     assert page.text("#verdict").startswith(f"Equal text. {counts} with them")
     assert [page.figure("Rounds", run) for run in (0, 1)] == [
-        str(num_tokens - 1), str(len(rounds) - 1)
-    ]  # fmt: skip
+        str(num_tokens - 1),
+        str(len(rounds) - 1),
+    ]
     page.one(
         "#verdict button"
     ).click()  # the replay hides what comes later, and ends with all of it

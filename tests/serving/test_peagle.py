@@ -285,7 +285,8 @@ def test_a_slot_is_not_left_empty_between_two_requests_of_a_client(server, stub)
             assert pace.is_waiting.wait(LIMIT)
             call = stub.GenerateOnce.future(request)
             eventually(lambda: server.frontend.num_open == 2)
-            # The round that waits; the one beside the prefill; the one that runs while its token is read.
+            # The round that waits; the one beside the prefill; the one that runs while its token is
+            # read.
             pace.release(3)
             assert len(call.result(LIMIT).sequences[0].token_ids) == 1
         other.cancel()

@@ -1,4 +1,6 @@
-"""The prefix cache over every interface: hits are reported, salts and tokens separate, flushes reach one caller."""
+"""The prefix cache over every interface: hits are reported, salts and tokens separate, flushes
+reach one caller.
+"""
 
 import json
 import threading

@@ -235,8 +235,13 @@ def test_children_import_nothing_from_the_folder_that_the_server_starts_in(tmp_p
     trap.write_text("from pathlib import Path; Path(__file__).with_name('was-run').touch()")
     code = "import sys; from serving.__main__ import main; sys.exit(main(['--port', '0', '--http-port', '-1', '--model', 'missing']))"
     made = subprocess.run(
-        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True,
-        timeout=LIMIT, check=False, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
     assert (made.returncode, "missing" in made.stderr) == (2, True), made.stderr
     assert [one.name for one in trap.parent.iterdir()] == ["__init__.py"]

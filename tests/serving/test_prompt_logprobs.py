@@ -1,4 +1,6 @@
-"""Log-probabilities of prompts on every API that has them, and the requests of lm-evaluation-harness."""
+"""Log-probabilities of prompts on every API that has them, and the requests of
+lm-evaluation-harness.
+"""
 
 import json
 

@@ -25,13 +25,19 @@ def test_the_stubs_are_those_of_the_protos(tmp_path):
 
 
 def check_wire(ours: Descriptor, theirs: Descriptor) -> None:
-    """Every field of our messages equals theirs: name, number, type, and whether unset differs from zero."""
+    """Every field of our messages equals theirs: name, number, type, and whether unset differs from
+    zero.
+    """
     for field in ours.fields:
         other = theirs.fields_by_name[field.name]
         shape = lambda f: (
-            f.number, f.type, f.is_repeated, f.has_presence,
-            f.containing_oneof and f.containing_oneof.name, f.message_type and f.message_type.name,
-        )  # fmt: skip
+            f.number,
+            f.type,
+            f.is_repeated,
+            f.has_presence,
+            f.containing_oneof and f.containing_oneof.name,
+            f.message_type and f.message_type.name,
+        )
         assert shape(field) == shape(other), field.full_name
     for nested in ours.nested_types:
         check_wire(nested, theirs.nested_types_by_name[nested.name])
@@ -66,6 +72,9 @@ def test_services_have_the_calls_of_their_models(ours, module):
     for method in ours.methods:
         other = theirs.methods_by_name[method.name]
         shape = lambda m: (
-            m.input_type.name, m.output_type.name, m.client_streaming, m.server_streaming
-        )  # fmt: skip
+            m.input_type.name,
+            m.output_type.name,
+            m.client_streaming,
+            m.server_streaming,
+        )
         assert shape(method) == shape(other)

@@ -27,7 +27,9 @@ def fleet(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def texts():
-    """Texts that differ from the first token on: the gateway sends those that begin alike to the same server."""
+    """Texts that differ from the first token on: the gateway sends those that begin alike to the
+    same server.
+    """
     letters = itertools.product("ABCDEFGHIJKLMNOPQRSTUVWXYZ", repeat=2)
     return (f"{a}{b} = 0\n# computes {a}{b} of all the items of a list\n" for a, b in letters)
 
@@ -76,7 +78,9 @@ def test_the_second_turn_of_a_chat_finds_its_prefix(fleet, texts):
 
 
 def test_a_killed_server_costs_only_the_streams_that_had_begun(fleet, texts, prompts):
-    """The gateway repeats unary requests on another server, broken streams end with an error, and the server returns."""
+    """The gateway repeats unary requests on another server, broken streams end with an error, and
+    the server returns.
+    """
     other, killed = fleet.replicas
     with Load(fleet.url, prompts, max_tokens=TOKENS) as load:
         before = fleet.completed
@@ -103,7 +107,9 @@ def test_a_killed_server_costs_only_the_streams_that_had_begun(fleet, texts, pro
 
 
 def test_a_rolling_restart_fails_no_request(fleet, prompts):
-    """Each client repeats its prompt, so the gateway prefers the server that has it, also while that drains."""
+    """Each client repeats its prompt, so the gateway prefers the server that has it, also while
+    that drains.
+    """
     with Load(fleet.url, prompts, max_tokens=TOKENS) as load:
         for i, replica in enumerate(fleet.replicas):
             load.wait_for(len(prompts))

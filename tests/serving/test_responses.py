@@ -1,4 +1,6 @@
-"""`/v1/responses`, `/tokenize` and `/detokenize`: OpenAI's client, and a model whose replies are given."""
+"""`/v1/responses`, `/tokenize` and `/detokenize`: OpenAI's client, and a model whose replies are
+given.
+"""
 
 import contextlib
 import json
@@ -14,7 +16,7 @@ TOOL = {
     "description": "Reads a file.",
     "parameters": PARAMETERS,
     "strict": False,
-}  # fmt: skip
+}
 
 
 def test_a_text_is_a_response(scripted, client):
@@ -54,7 +56,8 @@ def test_a_client_runs_a_loop_of_tools(scripted, client):
     function = {name: TOOL[name] for name in ("name", "description", "parameters")}
     tools = f"<tools>{json.dumps([{'type': 'function', 'function': function}])}</tools>"
     assert scripted.prompts[1] == (
-        f"{tools}<|user|>Read!<|assistant|>I read it.<tool_call>é.py</tool_call><|tool|>1<|assistant|>"
+        f"{tools}<|user|>Read!<|assistant|>I read "
+        "it.<tool_call>é.py</tool_call><|tool|>1<|assistant|>"
     )
 
 
@@ -118,14 +121,18 @@ WRONG = {
     "tools[0].type": {"tools": [{"type": "custom", "name": "patch"}]},
     "text.format.type": {"text": {"format": {"type": "xml"}}},
     "text.format": {"text": {"format": {"type": "json_schema", "name": "a"}}},
-    "text.format.schema": {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}},
+    "text.format.schema": {
+        "text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}
+    },
     "tools[0].strict": {"tools": [TOOL | {"strict": 5}]},
     "max_output_tokens": {"max_output_tokens": 0},
     # Found in the chat that the request becomes.
     "tools": {"tools": [TOOL | {"name": "a b"}]},
-    "input ": {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "no JSON"}]},
+    "input ": {
+        "input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "no JSON"}]
+    },
     "temperature": {"temperature": -1},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("field", WRONG)
@@ -177,7 +184,7 @@ def test_a_chat_becomes_the_tokens_of_its_prompt(scripted, post):
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {}, "tokens"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_text_and_no_tokens_is_refused_by_field(post, path, content, field):
     answer = post(path, **content)
     assert answer.status_code == 400

@@ -139,7 +139,9 @@ def test_rounds_over_grpc_are_those_over_http(server):
 
 
 def test_a_character_belongs_to_the_token_that_completes_it():
-    """Tokens may end within a character; what is incomplete at the end becomes U+FFFD, as in the text."""
+    """Tokens may end within a character; what is incomplete at the end becomes U+FFFD, as in the
+    text.
+    """
 
     class Bytes:
         num_stripped = 0

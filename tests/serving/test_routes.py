@@ -1,4 +1,6 @@
-"""Routes beside generation: pages of other origins, slashes, documentation, probes and counts of tokens."""
+"""Routes beside generation: pages of other origins, slashes, documentation, probes and counts of
+tokens.
+"""
 
 import httpx
 import jsonschema
@@ -108,10 +110,14 @@ def test_the_documentation_describes_the_requests(http):
     for path, body in {
         "/v1/chat/completions": CHAT | {"stop": "b", "temperature": 0.5},
         "/v1/completions": {"prompt": [[1, 2], [3]], "stop": ["a"]},
-        "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "system": "b"},
+        "/v1/messages": {
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 2,
+            "system": "b",
+        },
         "/v1/responses": {"input": "a"},
         "/tokenize": {"prompt": "a"},
-    }.items():  # fmt: skip
+    }.items():
         operation = found["paths"][path]["post"]
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         check = jsonschema.Draft202012Validator(schema | {"components": schemas})

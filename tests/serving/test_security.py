@@ -34,9 +34,13 @@ def pki(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pki")
     ca, other = authority(folder, "ca"), authority(folder, "other")
     return dict(
-        ca=ca, other=other, server=signed(folder, "server", ca), client=signed(folder, "client", ca),
-        second=signed(folder, "second", ca), stranger=signed(folder, "stranger", other),
-    )  # fmt: skip
+        ca=ca,
+        other=other,
+        server=signed(folder, "server", ca),
+        client=signed(folder, "client", ca),
+        second=signed(folder, "second", ca),
+        stranger=signed(folder, "stranger", other),
+    )
 
 
 @pytest.fixture(scope="module")

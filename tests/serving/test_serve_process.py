@@ -32,7 +32,9 @@ NUM_STREAMS = 24  # on four slots: most of them wait when the signal comes
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
-    """The servers' environment: one cache of compiled programs, and no options from the environment of the tests."""
+    """The servers' environment: one cache of compiled programs, and no options from the environment
+    of the tests.
+    """
     mine = {name: value for name, value in os.environ.items() if not name.startswith("PEAGLE_")}
     return mine | {"HOME": str(tmp_path_factory.mktemp("home"))}
 
@@ -68,7 +70,9 @@ def read(call, found: list) -> None:
 
 
 class Readers:
-    """Streams that are being read, each in a thread; `found` has one (code, tokens) per ended stream."""
+    """Streams that are being read, each in a thread; `found` has one (code, tokens) per ended
+    stream.
+    """
 
     def __init__(self, stub: peagle_v1_pb2_grpc.GenerationStub, count: int):
         request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5, 6, 7]), stopping=LONG)

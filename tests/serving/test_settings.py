@@ -56,14 +56,37 @@ def test_the_file_may_be_named_by_the_environment_or_the_command_line(file, tmp_
 def test_every_option_exists_in_all_three_places(file):
     """With a value that is not its default, and so must come from where it was written."""
     special = dict(
-        method="eagle3", dtype="float32", quantization="fp8", log_level="debug", unknown_fields="refuse",
-        kv_cache_memory="1GiB", kv_cache_dtype="fp8", activations="fp8", gather="library", reflection=True, no_cache=True, reply_format="none",
-        page=False, prefix_caching=False, prompt_logprobs=True, prefill_calls=3, saved_rings=5,
-        prefill_chunk=77, prefill_rows=3, small_prefills=True,
-        allowed_origins="http://a:1", max_connections=7, max_connections_per_address=3, otlp_endpoint="http://host:4317",
+        method="eagle3",
+        dtype="float32",
+        quantization="fp8",
+        log_level="debug",
+        unknown_fields="refuse",
+        kv_cache_memory="1GiB",
+        kv_cache_dtype="fp8",
+        activations="fp8",
+        gather="library",
+        reflection=True,
+        no_cache=True,
+        reply_format="none",
+        page=False,
+        prefix_caching=False,
+        prompt_logprobs=True,
+        prefill_calls=3,
+        saved_rings=5,
+        prefill_chunk=77,
+        prefill_rows=3,
+        small_prefills=True,
+        allowed_origins="http://a:1",
+        max_connections=7,
+        max_connections_per_address=3,
+        otlp_endpoint="http://host:4317",
         adaptive="off",
-        selector=False, draft_sampling="sample", verify_method="block", ready="first", compile_only=True,
-    )  # fmt: skip
+        selector=False,
+        draft_sampling="sample",
+        verify_method="block",
+        ready="first",
+        compile_only=True,
+    )
     tls = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
     together = dict.fromkeys(tls, tls)
     for name in NAMES:

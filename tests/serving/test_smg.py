@@ -1,4 +1,6 @@
-"""The whole way: OpenAI's client, the smg gateway, `vllm.grpc.engine.VllmEngine`, the embedded model."""
+"""The whole way: OpenAI's client, the smg gateway, `vllm.grpc.engine.VllmEngine`, the embedded
+model.
+"""
 
 import openai
 import pytest

@@ -1,4 +1,6 @@
-"""Constraints on every interface: OpenAI's client, HTTP by hand, both gRPC services, both command lines."""
+"""Constraints on every interface: OpenAI's client, HTTP by hand, both gRPC services, both command
+lines.
+"""
 
 import json
 import re
@@ -18,15 +20,23 @@ from tests.serving.live import LiveServer
 from tests.waiting import LIMIT
 
 SIZES = dict(
-    num_draft=3, max_num_seqs=4, max_model_len=192, page_size=4, prefill_chunk=16, max_logprobs=3,
+    num_draft=3,
+    max_num_seqs=4,
+    max_model_len=192,
+    page_size=4,
+    prefill_chunk=16,
+    max_logprobs=3,
     max_waiting=64,
-)  # fmt: skip
+)
 SCHEMA = {
     "type": "object",
-    "properties": {"on": {"type": "boolean"}, "n": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "properties": {
+        "on": {"type": "boolean"},
+        "n": {"type": "integer", "maximum": 99, "minimum": 0},
+    },
     "required": ["on", "n"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 BAD_SCHEMA = {"type": "array", "uniqueItems": True}
 
 
@@ -67,23 +77,43 @@ def valid(text: str) -> bool:
 
 def test_openais_client_streams_a_json_object(server, client):
     stream = client.chat.completions.create(
-        model="tiny", messages=messages(), response_format={"type": "json_object"}, max_tokens=20,
-        temperature=1, seed=3, stream=True, **direct(server),
-    )  # fmt: skip
+        model="tiny",
+        messages=messages(),
+        response_format={"type": "json_object"},
+        max_tokens=20,
+        temperature=1,
+        seed=3,
+        stream=True,
+        **direct(server),
+    )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
     assert text.startswith("{")
 
 
 CONSTRAINTS = [
-    (dict(response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}), valid),
+    (
+        dict(
+            response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+        ),
+        valid,
+    ),
     (dict(structured_outputs={"json": SCHEMA}), valid),
     (dict(structured_outputs={"json": json.dumps(SCHEMA)}), valid),
-    (dict(structured_outputs={"json": SCHEMA, "disable_any_whitespace": True}), lambda t: valid(t) and not re.search(r"\s", t)),
-    (dict(structured_outputs={"json": SCHEMA, "whitespace_pattern": "[ ]?"}), lambda t: valid(t) and "\n" not in t),
+    (
+        dict(structured_outputs={"json": SCHEMA, "disable_any_whitespace": True}),
+        lambda t: valid(t) and not re.search(r"\s", t),
+    ),
+    (
+        dict(structured_outputs={"json": SCHEMA, "whitespace_pattern": "[ ]?"}),
+        lambda t: valid(t) and "\n" not in t,
+    ),
     (dict(structured_outputs={"regex": "[a-c]{2}-[0-9]"}), re.compile("[a-c]{2}-[0-9]").fullmatch),
     (dict(structured_outputs={"choice": ["left", "right"]}), ["left", "right"].__contains__),
-    (dict(structured_outputs={"grammar": 'root ::= "x" [0-9] "y"'}), re.compile("x[0-9]y").fullmatch),
-]  # fmt: skip
+    (
+        dict(structured_outputs={"grammar": 'root ::= "x" [0-9] "y"'}),
+        re.compile("x[0-9]y").fullmatch,
+    ),
+]
 
 
 @pytest.mark.sampled(3, slow=2)
@@ -107,9 +137,13 @@ def test_reasoning_before_an_answer_is_free_in_chats_only(server, http):
     end = server.engine.tokenizer.added[END_THINK]
     begin = end - 1
     body = dict(
-        max_tokens=150, temperature=1, seed=2, structured_outputs={"json": SCHEMA},
-        logit_bias={str(begin): 50, str(end): 3}, return_token_ids=True,
-    )  # fmt: skip
+        max_tokens=150,
+        temperature=1,
+        seed=2,
+        structured_outputs={"json": SCHEMA},
+        logit_bias={str(begin): 50, str(end): 3},
+        return_token_ids=True,
+    )
     answer = http.post("/v1/chat/completions", json=body | dict(messages=messages()))
     assert answer.status_code == 200, answer.text
     chat = answer.json()
@@ -125,11 +159,23 @@ def test_reasoning_before_an_answer_is_free_in_chats_only(server, http):
 
 REFUSED = [
     (dict(response_format={"type": "yaml"}), "response_format.type"),
-    (dict(response_format={"type": "json_object"}, n=10**9, temperature=1), "n"),  # a matcher for each
+    (
+        dict(response_format={"type": "json_object"}, n=10**9, temperature=1),
+        "n",
+    ),  # a matcher for each
     (dict(response_format={"type": "json_schema"}), "response_format.json_schema"),
-    (dict(response_format={"type": "json_schema", "json_schema": {"name": "x"}}), "response_format.json_schema"),
-    (dict(response_format={"type": "json_schema", "json_schema": {"schema": 5}}), "response_format.json_schema.schema"),
-    (dict(response_format={"type": "json_schema", "json_schema": {"schema": BAD_SCHEMA}}), "response_format.json_schema.schema"),
+    (
+        dict(response_format={"type": "json_schema", "json_schema": {"name": "x"}}),
+        "response_format.json_schema",
+    ),
+    (
+        dict(response_format={"type": "json_schema", "json_schema": {"schema": 5}}),
+        "response_format.json_schema.schema",
+    ),
+    (
+        dict(response_format={"type": "json_schema", "json_schema": {"schema": BAD_SCHEMA}}),
+        "response_format.json_schema.schema",
+    ),
     (dict(structured_outputs={"json": "{"}), "structured_outputs.json"),
     (dict(structured_outputs={"regex": "(a"}), "structured_outputs.regex"),
     (dict(structured_outputs={"choice": []}), "structured_outputs.choice"),
@@ -138,11 +184,23 @@ REFUSED = [
     (dict(structured_outputs={"structural_tag": "{}"}), "structured_outputs.structural_tag"),
     (dict(structured_outputs={"json": {}, "regex": "a"}), "structured_outputs.regex"),
     (dict(structured_outputs={"json": {}, "whitespace_pattern": "("}), "structured_outputs.json"),
-    (dict(structured_outputs={"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}), "structured_outputs.whitespace_pattern"),
-    (dict(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}), "structured_outputs.regex"),
+    (
+        dict(
+            structured_outputs={
+                "json": {},
+                "whitespace_pattern": " ",
+                "disable_any_whitespace": True,
+            }
+        ),
+        "structured_outputs.whitespace_pattern",
+    ),
+    (
+        dict(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}),
+        "structured_outputs.regex",
+    ),
     (dict(structured_outputs={"regex": "a"}, min_tokens=3), "min_tokens"),
     (dict(guided_json={}), "guided_json"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fields", "field"), REFUSED)

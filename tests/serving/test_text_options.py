@@ -1,4 +1,6 @@
-"""Options of a request that decide what its text has: stop strings, special tokens, what comes before and after."""
+"""Options of a request that decide what its text has: stop strings, special tokens, what comes
+before and after.
+"""
 
 import httpx
 import pytest

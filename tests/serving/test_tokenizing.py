@@ -31,7 +31,9 @@ LONGEST = 96 * 2  # characters: tokens of the model's length, and characters of 
 
 
 def test_other_threads_run_while_a_text_is_tokenised(tokenizer):
-    """No thread is interrupted here, so another one takes a step only where the global lock is released."""
+    """No thread is interrupted here, so another one takes a step only where the global lock is
+    released.
+    """
     steps, is_done = 0, threading.Event()
 
     def count():

@@ -49,21 +49,38 @@ HARMONY = [
 ARGUMENTS = '{"text": "é\\n</x>", "line": 3}'
 CASES = {
     "qwen3": (
-        [f"<tool_call>\n{EDIT}\n</tool_call>", f'<tool_call>\n{EDIT}\n</tool_call>\n<tool_call>\n{{"name": "stop", "arguments": {{}}}}\n</tool_call>'],
-        ["Hi", f"<tool_call>\n{EDIT.replace('edit', 'other')}\n</tool_call>", f"<tool_call>\n{EDIT.replace('3', 'x')}", EDIT],
+        [
+            f"<tool_call>\n{EDIT}\n</tool_call>",
+            f'<tool_call>\n{EDIT}\n</tool_call>\n<tool_call>\n{{"name": "stop", "arguments": {{}}}}\n</tool_call>',
+        ],
+        [
+            "Hi",
+            f"<tool_call>\n{EDIT.replace('edit', 'other')}\n</tool_call>",
+            f"<tool_call>\n{EDIT.replace('3', 'x')}",
+            EDIT,
+        ],
     ),
     "llama3": ([EDIT.replace("arguments", "parameters")], ["Hi", EDIT]),
     "qwen3-coder": (
-        ["<tool_call>\n<function=edit>\n<parameter=line>\n3\n</parameter>\n<parameter=text>\né\n</x>\n</parameter>\n</function>\n</tool_call>",
-         "<tool_call>\n<function=stop>\n</function>\n</tool_call>"],
-        ["Hi", "<tool_call>\n<function=edit>\n</function>", "<tool_call>\n<function=edit>\n<parameter=line>\nx"],
+        [
+            "<tool_call>\n<function=edit>\n<parameter=line>\n3\n</parameter>\n<parameter=text>\né\n</x>\n</parameter>\n</function>\n</tool_call>",
+            "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
+        ],
+        [
+            "Hi",
+            "<tool_call>\n<function=edit>\n</function>",
+            "<tool_call>\n<function=edit>\n<parameter=line>\nx",
+        ],
     ),
     "harmony": (
-        [f"<|channel|>commentary to=functions.edit <|constrain|>json<|message|>{ARGUMENTS}",
-         f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary to=functions.edit <|constrain|>json<|message|>{ARGUMENTS}"],
+        [
+            f"<|channel|>commentary to=functions.edit <|constrain|>json<|message|>{ARGUMENTS}",
+            "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary "
+            f"to=functions.edit <|constrain|>json<|message|>{ARGUMENTS}",
+        ],
         ["Hi", "<|channel|>final<|message|>Hi", "<|channel|>commentary to=functions.other"],
     ),
-}  # fmt: skip
+}
 
 
 def admitted(tokenizer, name: str, tools: list[dict], **how):
@@ -99,15 +116,27 @@ def test_the_grammar_of_a_format_admits_its_calls_and_nothing_else(name, tmp_pat
 
 
 TEXTS = {
-    "qwen3": (["", "Hi {", "a < b", "Hi\n{0}", "{0} and {1}."], ["Hi {2}", "{1}{2}", "<tool_call>Hi"]),
+    "qwen3": (
+        ["", "Hi {", "a < b", "Hi\n{0}", "{0} and {1}."],
+        ["Hi {2}", "{1}{2}", "<tool_call>Hi"],
+    ),
     "llama3": (["", "Hi {", "a < b", "{0}"], ["{2}", "{"]),
-    "qwen3-coder": (["", "Hi {", "a < b", "Hi\n{0}", "{0}{1}"], ["{2}", "Hi {3}", "<function=other>"]),
+    "qwen3-coder": (
+        ["", "Hi {", "a < b", "Hi\n{0}", "{0}{1}"],
+        ["{2}", "Hi {3}", "<function=other>"],
+    ),
     "harmony": (
-        ["{0}", "{1}", "<|channel|>final<|message|>Hi {", "<|channel|>commentary<|message|>I read.<|end|><|start|>assistant{0}"],
+        [
+            "{0}",
+            "{1}",
+            "<|channel|>final<|message|>Hi {",
+            "<|channel|>commentary<|message|>I read.<|end|><|start|>assistant{0}",
+        ],
         ["Hi", "<|channel|>commentary to=functions.edit <|constrain|>json<|message|>{}"],
     ),
-}  # fmt: skip
-"""Texts that may have calls: 0 and 1 are the accepted calls of `CASES`, 2 and on its refused ones."""
+}
+"""Texts that may have calls: 0 and 1 are the accepted calls of `CASES`, 2 and on its refused ones.
+"""
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -171,9 +200,12 @@ def modes(name: str) -> dict:
 
 
 CHAT = dict(
-    model="tiny", seed=1, tools=[modes("open"), modes("close")], messages=[{"role": "user", "content": "a"}],
+    model="tiny",
+    seed=1,
+    tools=[modes("open"), modes("close")],
+    messages=[{"role": "user", "content": "a"}],
     max_tokens=400,
-)  # fmt: skip
+)
 
 
 @pytest.mark.sampled(2, slow=1)
@@ -251,7 +283,8 @@ def test_references_of_a_tools_schema_are_found_within_a_call(form, name, tmp_pa
     whole = {
         "qwen3": f"<tool_call>\n{call}\n</tool_call>",
         "llama3": call,
-        "qwen3-coder": '<tool_call>\n<function=go>\n<parameter=at>\n{{"x": {0}}}\n</parameter>\n</function>\n</tool_call>',
+        "qwen3-coder": '<tool_call>\n<function=go>\n<parameter=at>\n{{"x": '
+        "{0}}}\n</parameter>\n</function>\n</tool_call>",
     }[form.name]
     assert consumed(whole.format(5))
     assert not consumed(whole.format('"a"'))

@@ -19,7 +19,7 @@ TOOL = {
         "description": "Reads a file.",
         "parameters": PARAMETERS,
     },
-}  # fmt: skip
+}
 CHAT = dict(
     model="tiny", temperature=0, tools=[TOOL], messages=[{"role": "user", "content": "Read!"}]
 )
@@ -62,7 +62,8 @@ def test_a_client_runs_a_loop_of_tools(scripted, client):
     tools = f"<tools>{json.dumps([TOOL])}</tools>"
     assert scripted.prompts == [
         f"{tools}<|user|>Read!<|assistant|>",
-        f"{tools}<|user|>Read!<|assistant|>I read it.<tool_call>é.py</tool_call><|tool|>1<|assistant|>",
+        f"{tools}<|user|>Read!<|assistant|>I read "
+        "it.<tool_call>é.py</tool_call><|tool|>1<|assistant|>",
     ]
 
 
@@ -185,11 +186,15 @@ def test_calls_over_grpc_and_from_the_terminal(scripted, tmp_path, capsys):
         for field, wrong in {
             "chat.tools": pb.Chat(messages=messages, tools=[tool] * 2),
             "chat.tools[0].name": pb.Chat(messages=messages, tools=[pb.Tool(name="a b")]),
-            "chat.tools[0].parameters_json": pb.Chat(messages=messages, tools=[pb.Tool(name="a", parameters_json="[")]),
-            "chat.messages[0].tool_calls[0].arguments_json": pb.Chat(
-                messages=[pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(arguments_json="5")])]
+            "chat.tools[0].parameters_json": pb.Chat(
+                messages=messages, tools=[pb.Tool(name="a", parameters_json="[")]
             ),
-        }.items():  # fmt: skip
+            "chat.messages[0].tool_calls[0].arguments_json": pb.Chat(
+                messages=[
+                    pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(arguments_json="5")])
+                ]
+            ),
+        }.items():
             with pytest.raises(grpc.RpcError, match=re.escape(f"{field}: ")):
                 stub.GenerateOnce(pb.GenerateRequest(chat=wrong))
     tools = f"<tools>{json.dumps([TOOL])}</tools>"

@@ -134,7 +134,9 @@ def test_errors_are_recorded_in_the_span(server, spans, monkeypatch, pace):
     ended: list = []
 
     def expire() -> list:
-        """Spans of requests that ended at their limit; one that comes to the engine too late has none."""
+        """Spans of requests that ended at their limit; one that comes to the engine too late has
+        none.
+        """
         assert post(server, "/v1/completions", dict(prompt="a") | LONG).status_code == 504
         server.check_freed(pace)
         ended.extend(spans())

@@ -223,10 +223,16 @@ def test_wrong_and_unsupported_fields_are_named(server, stub, field):
 
 def test_options_without_effect_are_accepted(server, stub):
     neutral = ask(
-        temperature=0, max_tokens=5, repetition_penalty=1.0, json_object=False,
-        logit_bias={5: 0.0}, skip_special_tokens=True, spaces_between_special_tokens=True,
-        include_stop_str_in_output=True, grammar_from_first_token=True,
-    )  # fmt: skip
+        temperature=0,
+        max_tokens=5,
+        repetition_penalty=1.0,
+        json_object=False,
+        logit_bias={5: 0.0},
+        skip_special_tokens=True,
+        spaces_between_special_tokens=True,
+        include_stop_str_in_output=True,
+        grammar_from_first_token=True,
+    )
     neutral.data_parallel_rank = 0
     plain = ask(temperature=0, max_tokens=5)
     list(stub.Generate(plain))  # so both answers below report the same cached prefix
@@ -265,8 +271,10 @@ def test_a_deadline_is_kept(server, stub, pace):
 def test_server_info(server, stub):
     info = stub.GetModelInfo(pb.GetModelInfoRequest())
     assert (info.served_model_name, info.is_generation, info.supports_vision) == (
-        "tiny", True, False,
-    )  # fmt: skip
+        "tiny",
+        True,
+        False,
+    )
     assert (info.max_context_length, info.max_req_input_len, info.vocab_size) == (96, 95, 128)
     assert (info.model_type, list(info.architectures)) == ("qwen3", ["Qwen3ForCausalLM"])
     assert list(info.eos_token_ids) == [126, 127]
@@ -357,7 +365,9 @@ def test_a_server_without_a_tokenizer_takes_ids_only(make_engine):
 
 @pytest.mark.parametrize("running", [1, 3, 4])
 def test_the_reported_speed_is_that_of_full_slots(running):
-    """A gateway divides waiting tokens by it: equal servers must report the same, whatever runs on them."""
+    """A gateway divides waiting tokens by it: equal servers must report the same, whatever runs on
+    them.
+    """
     slots, tokens, seconds = 4, 0, 0.0
     frontend = SimpleNamespace(config=SimpleNamespace(max_num_seqs=slots), load=Load())
     pace = _Pace(frontend)

@@ -1,4 +1,6 @@
-"""Limits of a gRPC message are checked on its bytes: too many fields or numbers are refused before parsing."""
+"""Limits of a gRPC message are checked on its bytes: too many fields or numbers are refused before
+parsing.
+"""
 
 from dataclasses import replace
 
@@ -27,7 +29,9 @@ def has_more_fields(data: bytes, kind: type[Message], most: int) -> bool:
 
 
 def number_of_fields(message: Message) -> int:
-    """Those on the wire: a packed list is one, an entry of a map three, what is within a message too."""
+    """Those on the wire: a packed list is one, an entry of a map three, what is within a message
+    too.
+    """
     count = 0
     for field, value in message.ListFields():
         if wire.is_map(field):
@@ -54,9 +58,12 @@ REQUESTS = (
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_fields_are_counted_on_the_wire(kind, num_cases):
     @settings(
-        max_examples=num_cases("messages counted on the wire", 150), deadline=None,
-        derandomize=True, database=None, suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+        max_examples=num_cases("messages counted on the wire", 150),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(wire.messages(kind.DESCRIPTOR), wire.broken(kind.DESCRIPTOR), st.integers(0, 400))
     def try_out(message, broken, most):
         data = message.SerializeToString()
@@ -97,9 +104,13 @@ def with_list(kind: type[Message], path: str, values: list) -> Message:
 
 LISTS = [
     (method, kind, path)
-    for method, kind in ((PEAGLE, pb.GenerateRequest), (VLLM, vllm_engine_pb2.GenerateRequest), (KSERVE, INFER))
+    for method, kind in (
+        (PEAGLE, pb.GenerateRequest),
+        (VLLM, vllm_engine_pb2.GenerateRequest),
+        (KSERVE, INFER),
+    )
     for path in lists(kind.DESCRIPTOR)
-]  # fmt: skip
+]
 
 
 def send(server, method: str, data: bytes) -> grpc.aio.AioRpcError:
@@ -111,9 +122,13 @@ def send(server, method: str, data: bytes) -> grpc.aio.AioRpcError:
 
 def test_all_lists_of_numbers_are_tried():
     assert {path for _, _, path in LISTS} >= {
-        "tokens.ids", "stopping.stop_token_ids", "tokenized.input_ids", "inputs.shape",
-        "sampling_params.stop_token_ids", "inputs.contents.int64_contents",
-    }  # fmt: skip
+        "tokens.ids",
+        "stopping.stop_token_ids",
+        "tokenized.input_ids",
+        "inputs.shape",
+        "sampling_params.stop_token_ids",
+        "inputs.contents.int64_contents",
+    }
 
 
 @pytest.mark.parametrize(("method", "kind", "path"), LISTS)

@@ -10,9 +10,19 @@ from hypothesis import strategies as st
 
 _JSON = ({}, {"a": 1}, {"field": 1}, {"messages": []}, {"self": None}, [], 1, "x", {"": {"": [[]]}})
 _WORDS = (
-    "tiny", "text_input", "stream", "sampling_parameters", "exclude_input_in_output", "BYTES", "BOOL",
-    "INT32", '{"max_tokens": 3}', '{"max_tokens": "many", "temperature": NaN}', "a+", "[ab]*",
-)  # fmt: skip
+    "tiny",
+    "text_input",
+    "stream",
+    "sampling_parameters",
+    "exclude_input_in_output",
+    "BYTES",
+    "BOOL",
+    "INT32",
+    '{"max_tokens": 3}',
+    '{"max_tokens": "many", "temperature": NaN}',
+    "a+",
+    "[ab]*",
+)
 """What one of the services knows, for requests that get further than the first check."""
 TEXTS = st.one_of(
     st.sampled_from(_WORDS),
@@ -144,9 +154,11 @@ def broken(descriptor: Descriptor) -> st.SearchStrategy[bytes]:
     )
     cut = st.tuples(serialized, st.integers(0, 64)).map(lambda pair: pair[0][: -pair[1] or None])
     return st.one_of(
-        st.binary(max_size=200), st.tuples(serialized, places).map(change), cut,
+        st.binary(max_size=200),
+        st.tuples(serialized, places).map(change),
+        cut,
         serialized.map(lambda data: data * 2),
-    )  # fmt: skip
+    )
 
 
 def _tagged(field: FieldDescriptor, content: bytes) -> bytes:

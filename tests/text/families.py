@@ -1,7 +1,7 @@
 """Small tokenizers in the shape of each family's released files, with short chat templates.
 
-Their ids are easy to read: in a byte-level vocabulary id 0x41 is the byte 0x41; in Gemma's the token
-`<0x41>` is FIRST_BYTE + 0x41. Special tokens stand at the end, or, for Gemma, at the front.
+Their ids are easy to read: in a byte-level vocabulary id 0x41 is the byte 0x41; in Gemma's the
+token `<0x41>` is FIRST_BYTE + 0x41. Special tokens stand at the end, or, for Gemma, at the front.
 """
 
 import json
@@ -16,12 +16,22 @@ GEMMA_LETTERS = "▁\n" + "".join(map(chr, range(0x21, 0x7F))) + "é€中"
 
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 GPT_OSS_SPECIAL = (
-    "<|startoftext|>", "<|endoftext|>", "<|return|>", "<|channel|>", "<|start|>", "<|end|>",
-    "<|message|>", "<|call|>",
-)  # fmt: skip
+    "<|startoftext|>",
+    "<|endoftext|>",
+    "<|return|>",
+    "<|channel|>",
+    "<|start|>",
+    "<|end|>",
+    "<|message|>",
+    "<|call|>",
+)
 LLAMA_SPECIAL = (
-    "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
-)  # fmt: skip
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
 GEMMA_SPECIAL = ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>")
 
 QWEN_WORDS = (

@@ -20,7 +20,8 @@ HOSTILE = {
     "memory": "{{ 'a' * 9999999999 }}",
     "width": "{{ 'a'.ljust(9999999999) }}",
     "format": "{{ '%9999999999d' % 1 }}",
-    "growth": "{% set n = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "growth": "{% set n = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set n.s = n.s ~ "
+    "n.s %}{% endfor %}",
     "text": "{{ 'a' * 20000000 }}",
     "recursion": "{% macro f(x) %}{{ f(x + 1) }}{% endmacro %}{{ f(0) }}",
     "nesting": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",

@@ -1,4 +1,6 @@
-"""From prompts to a head: chats as rows of tokens, the answers of the target, the mask token, the whole stage."""
+"""From prompts to a head: chats as rows of tokens, the answers of the target, the mask token, the
+whole stage.
+"""
 
 import json
 from dataclasses import replace
@@ -156,8 +158,10 @@ def test_prompts_become_a_head_that_is_lossless_and_a_killed_run_goes_on(folder,
     rows = [dict(prompt=f"say {a} and {b}") for a in words for b in words]
     prompts = jsonl(tmp_path / "prompts.jsonl", *rows, dict(messages=CHAT))
     line = (
-        f"head --target {folder} --prompts {prompts} --out {tmp_path}/run --length 48 --max-tokens 12 "
-        "--step-tokens 96 --epochs 1 --layers 1 --concurrency 2 --num-heldout 2 --share embedding unembedding --speculators"
+        f"head --target {folder} --prompts {prompts} --out {tmp_path}/run --length 48 "
+        "--max-tokens 12 "
+        "--step-tokens 96 --epochs 1 --layers 1 --concurrency 2 --num-heldout 2 --share embedding "
+        "unembedding --speculators"
     ).split()
     assert command.main(line) == 0
     assert "GiB  in all" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""Heads for a tiny checkpoint of every family and format: trained, written, loaded in the engine, lossless."""
+"""Heads for a tiny checkpoint of every family and format: trained, written, loaded in the engine,
+lossless.
+"""
 
 from dataclasses import replace
 from functools import cache

@@ -1,5 +1,5 @@
-"""Makes every preset tiny, in each Python process that has this folder in PYTHONPATH: commands for full-size models
-then run on a CPU as they are written."""
+"""Makes every preset tiny, in each Python process that has this folder in PYTHONPATH: commands for
+full-size models then run on a CPU as they are written."""
 
 from dataclasses import replace
 
@@ -7,9 +7,14 @@ from bench import presets
 from peagle_jax.config import ExpertsConfig
 
 _SIZES = dict(
-    vocab_size=256, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=128,
+    vocab_size=256,
+    hidden_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
     intermediate_size=512,
-)  # fmt: skip
+)
 
 for _name, _config in presets.PRESETS.items():
     _experts = None if _config.experts is None else ExpertsConfig(num_experts=8, top_k=2)
