@@ -203,9 +203,9 @@ def without(name: str):
 class Through:
     """In place of an RMSNorm: the stream as it is."""
 
-    def after(self, h: jax.Array, delta: Delta) -> tuple[jax.Array, jax.Array]:
+    def after(self, h: jax.Array, delta: Delta, out_dtype=None) -> tuple[jax.Array, jax.Array]:
         h = delta.added_to(h)
-        return h, h
+        return h, h if out_dtype is None else h.astype(out_dtype)
 
 
 def instead_of(name: str, norm: Through | None):
