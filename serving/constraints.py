@@ -81,7 +81,10 @@ _EACH_REMEMBERED = 512
 """What an entry counts beside its text."""
 _REFUSED_SECONDS = 300.0
 """How long a refusal is remembered. Not forever: a busy machine can be the cause of one."""
-_TOO_COMPLEX = f"is too complex: the check of it took more than {CPU_SECONDS} s, too much memory or too much stack"
+_TOO_COMPLEX = (
+    f"is too complex: the check of it took more than {CPU_SECONDS} s, too much memory or too much "
+    "stack"
+)
 
 
 class Constraints:
@@ -296,7 +299,9 @@ class _FairPool:
         return await asyncio.shield(self._start(origin, function))
 
     def _start[T](self, origin: str, function: Callable[[], T]) -> asyncio.Task[T]:
-        """Starts a function, which has its turn until it returns, even if its request is cancelled."""
+        """Starts a function, which has its turn until it returns, even if its request
+        is cancelled.
+        """
 
         def end(work: asyncio.Task) -> None:
             if not work.cancelled():
@@ -330,7 +335,9 @@ class _FairPool:
             raise ServiceError(Code.RESOURCE_EXHAUSTED, rule, retry_after=1.0)
 
     def _end_turn(self, origin: str) -> None:
-        """Gives the turn of a caller to the next one: of those with least that runs, to the first."""
+        """Gives the turn of a caller to the next one: of those with least that runs, to
+        the first.
+        """
         self._running[origin] -= 1
         self._running += Counter()  # drops callers of whom nothing runs
         while self._waiting:

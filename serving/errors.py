@@ -87,7 +87,10 @@ class PromptTooLong(ServiceError):
     """
 
     def __init__(self, field: str, rule: str, *, max_model_len: int, excess: str):
-        text = f"This model's maximum context length is {max_model_len} tokens. The prompt is too long: "
+        text = (
+            f"This model's maximum context length is {max_model_len} tokens. "
+            "The prompt is too long: "
+        )
         super().__init__(
             Code.INVALID_ARGUMENT,
             f"{text}{field}: {rule}",

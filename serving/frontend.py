@@ -327,7 +327,9 @@ class Frontend:
 
     @contextlib.asynccontextmanager
     async def _limit_time(self, own: float | None = None) -> AsyncIterator[None]:
-        """Ends the work within the block at the deadline of the current request: DEADLINE_EXCEEDED."""
+        """Ends the work within the block at the deadline of the current request:
+        DEADLINE_EXCEEDED.
+        """
         deadline = self.admission.deadline(caller.arrival(), own)
         left = None if deadline is None else deadline - time.monotonic()
         try:

@@ -2,7 +2,8 @@
 memory or stack.
 
     python -m serving.grammar_process
-    stdin:  one JSON object per line: a `Vocabulary`, then constraints {"kind", "text", "around", "frame"}
+    stdin:  one JSON object per line: a `Vocabulary`, then constraints
+            {"kind", "text", "around", "frame"}
     stdout: one JSON object per constraint: {"definition", "memory"}, or {"error"}; memory is the
             bytes that it takes compiled
 

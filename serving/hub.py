@@ -3,7 +3,7 @@
     first process -- frames -- Hub: thread --+--> EngineWorker: submit, abort, flush
          ^                                   +--> threads: constraints
          |
-         +-- one frame a round, written by the engine's thread, never waiting <-- EngineWorker: deliver
+         +-- one frame a round, by the engine's thread, never waiting <-- EngineWorker: deliver
 
 Without the first process the engine ends.
 """

@@ -87,7 +87,9 @@ def parse_small_object(content: bytes, *, field: str, limits: Limits) -> dict:
 
 @dataclass(frozen=True)
 class Size:
-    """Upper bound of the values in a JSON text, the objects among them, and the depth of nesting."""
+    """Upper bound of the values in a JSON text, the objects among them, and the depth
+    of nesting.
+    """
 
     num_values: int
     num_objects: int

@@ -149,7 +149,9 @@ def _dropped(lines: _Lines, count: int) -> str:
 
 
 def _error_fields(error: ServiceError) -> dict[str, str]:
-    """What the log may say about an error: nothing that quotes the client, but the name of a field."""
+    """What the log may say about an error: nothing that quotes the client, but the name
+    of a field.
+    """
     if error.code not in _QUOTE_CLIENTS:
         return {"error": error.message}
     return {"field": error.field} if error.field and _FIELD.fullmatch(error.field) else {}

@@ -61,7 +61,9 @@ of the next.
 
 
 def pause_collector() -> None:
-    """Collects nothing until `settle_heap`: while a process starts, nearly all that is made stays."""
+    """Collects nothing until `settle_heap`: while a process starts, nearly all that is
+    made stays.
+    """
     gc.disable()
 
 

@@ -1,4 +1,6 @@
-"""What the engine and its servers say to each other, in one process or over a socket. No jax here."""
+"""What the engine and its servers say to each other, in one process or over a socket.
+No jax here.
+"""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,6 @@
-"""Makes sampling parameters from a client's message; errors name the field as the client spells it."""
+"""Makes sampling parameters from a client's message; errors name the field as the
+client spells it.
+"""
 
 from collections.abc import Mapping, Sequence
 

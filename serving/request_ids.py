@@ -1,4 +1,6 @@
-"""Ids that a client gives its request: the request's own id, and the headers of the client's trace."""
+"""Ids that a client gives its request: the request's own id, and the headers of the
+client's trace.
+"""
 
 import re
 import uuid

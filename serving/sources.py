@@ -31,9 +31,9 @@ _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]*)(\.[0-9]*)?(e[-+]?[0-9]+)?", re.IGNO
 _OPTIONS = options_of(Settings)
 _EPILOG = f"""\
 Every option can also be set in the environment, as {PREFIX}MAX_NUM_SEQS=32, and in the YAML file of
---config, as `max-num-seqs: 32`. The command line wins over the environment, the environment over the
-file. The effective settings and their sources are printed at the start. Unknown options are refused in
-all three.
+--config, as `max-num-seqs: 32`. The command line wins over the environment, the environment over
+the file. The effective settings and their sources are printed at the start. Unknown options are
+refused in all three.
 
   peagle-serve                                          the small code model of the package
   peagle-serve --model DIR --drafter DIR --max-num-seqs 32 --max-model-len 8192

@@ -13,7 +13,9 @@ PIECE = 32
 
 
 async def pieces[T](items: Iterable[T], size: int = PIECE) -> AsyncIterator[list[T]]:
-    """The items in lists of at most `size`. The event loop runs other callbacks between two lists."""
+    """The items in lists of at most `size`. The event loop runs other callbacks between
+    two lists.
+    """
     each = iter(items)
     while piece := list(itertools.islice(each, size)):
         yield piece

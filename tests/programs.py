@@ -24,14 +24,18 @@ _compiled: OrderedDict[tuple, dict] = OrderedDict()
 
 
 def one_bucket(engine: Engine) -> Engine:
-    """The engine, with programs for prefill and for its largest batch; smaller batches are padded."""
+    """The engine, with programs for prefill and for its largest batch; smaller batches
+    are padded.
+    """
     engine.warm_up(sizes=[engine.config.batch_buckets[-1]])
     return engine
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneBucketConfig(EngineConfig):
-    """One batch bucket, so that a server or a warm-up of all sizes compiles one program of rounds."""
+    """One batch bucket, so that a server or a warm-up of all sizes compiles one program
+    of rounds.
+    """
 
     @property
     def batch_buckets(self) -> tuple[int, ...]:
@@ -55,7 +59,9 @@ def _programs_of(target, drafter, config, taps, accept) -> dict:
 
 
 def _verify_unadjusted(logits, drafts, draft_probs, positions, params, adjustments=None):
-    """The engine's rule for requests that change no logits. It compiles in two thirds of the time."""
+    """The engine's rule for requests that change no logits. It compiles in two thirds
+    of the time.
+    """
     return verify(logits, drafts, draft_probs, positions, params)
 
 

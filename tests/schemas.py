@@ -1,4 +1,6 @@
-"""Random JSON schemas within what the server enforces, varied and small enough to be written out."""
+"""Random JSON schemas within what the server enforces, varied and small enough to be
+written out.
+"""
 
 import random
 

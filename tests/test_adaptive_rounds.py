@@ -139,7 +139,9 @@ def test_output_is_unchanged_by_any_choice_of_k(family, method, three_k, num_cas
 
 
 def check_texts(requests: list[Request], family: str) -> None:
-    """Fails unless each request of a walk has the text of plain decoding, up to its end or abort."""
+    """Fails unless each request of a walk has the text of plain decoding, up to its end
+    or abort.
+    """
     for request in requests:
         text = naive(family)[request.id[0]]
         if request.finish_reason != "abort":
@@ -152,7 +154,9 @@ def check_texts(requests: list[Request], family: str) -> None:
 def check_walks(
     engine: Engine, family: str, step: Callable[[Engine, random.Random], int], count: int
 ) -> None:
-    """Runs `count` walks over K = 0, 2 and 4; fails unless all texts are those of plain decoding."""
+    """Runs `count` walks over K = 0, 2 and 4; fails unless all texts are those of plain
+    decoding.
+    """
     num_programs, pairs = engine.programs.num_compiled, set()
     assert num_programs == engine.num_programs
     for seed in range(count):
@@ -167,7 +171,9 @@ def check_walks(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class UniformDrafter:
-    """Draws every draft from the uniform distribution: drafts for one position of a text are equal."""
+    """Draws every draft from the uniform distribution: drafts for one position of a
+    text are equal.
+    """
 
     num_draft: int = field(metadata=dict(static=True))
 
@@ -248,7 +254,9 @@ def check_sampled_law(
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("own", [1, 3])
 def test_every_call_makes_the_drafts_that_the_engine_counts(own):
-    """A drafter made for another K: each draft that the target verifies is a fresh one, and right."""
+    """A drafter made for another K: each draft that the target verifies is a fresh one,
+    and right.
+    """
     config = OneBucketConfig(num_draft=2, max_num_seqs=2, max_model_len=LENGTH)
     engine = Engine(target("llama"), None, config, drafter=oracle("llama", own))
     params = [SamplingParams(max_tokens=1 + 3 * 3), SamplingParams(max_tokens=1 + 3 * 2)]

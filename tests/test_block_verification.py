@@ -39,7 +39,9 @@ def random_tree(rng, size: int, depth: int) -> list[np.ndarray]:
 
 
 def block_outcome(p_tree, q_tree, size: int, num_draft: int, most: int):
-    """(law of the next most + 1 tokens, expected number of accepted drafts) of block verification."""
+    """(law of the next most + 1 tokens, expected number of accepted drafts) of block
+    verification.
+    """
     drafts = drafts_of_all(size, most)
     p, q = laws_along(p_tree, drafts, most + 1), laws_along(q_tree, drafts, most)
     block = block_law(

@@ -1,4 +1,6 @@
-"""Every family in the engine: greedy output equals recomputing everything, across window borders."""
+"""Every family in the engine: greedy output equals recomputing everything, across
+window borders.
+"""
 
 import functools
 

@@ -1,4 +1,6 @@
-"""The notebooks run from top to bottom on models of the repository, and are stored without output."""
+"""The notebooks run from top to bottom on models of the repository, and are stored
+without output.
+"""
 
 from pathlib import Path
 

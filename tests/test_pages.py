@@ -1,4 +1,6 @@
-"""The pages: tables and plots are those of the stored rows, links lead somewhere, commands parse."""
+"""The pages: tables and plots are those of the stored rows, links lead somewhere,
+commands parse.
+"""
 
 import re
 import shlex

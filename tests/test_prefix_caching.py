@@ -1,4 +1,6 @@
-"""A cached prefix changes the time only: tokens, drafts and acceptance are those of a cold engine."""
+"""A cached prefix changes the time only: tokens, drafts and acceptance are those of a
+cold engine.
+"""
 
 from typing import NamedTuple
 
@@ -46,7 +48,9 @@ def ask(engine: Engine, prompt: list[int], salt=(), **sampling) -> tuple[Answer,
 
 
 def compare(engine: Engine, prompt: list[int], cuts, tails, sampling) -> tuple[list, list[Answer]]:
-    """Asks for each cut of a text with each tail, cold and after the text. Returns (cut, cached)s."""
+    """Asks for each cut of a text with each tail, cold and after the text. Returns
+    (cut, cached)s.
+    """
     found, answers = [], []
     for cut in cuts:
         for tail in tails:

@@ -96,7 +96,9 @@ def test_a_stream_shows_exactly_the_text_before_the_stop_string(tokenizer, seed)
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_stop_string_ends_the_text_only_after_the_least_tokens(tokenizer, seed):
-    """The stream, and a request that checks each token, agree on the first that ends late enough."""
+    """The stream, and a request that checks each token, agree on the first that ends
+    late enough.
+    """
     rng = random.Random(seed)
     tokens = tokenizer.encode(SAMPLE)
     start = rng.randrange(40)

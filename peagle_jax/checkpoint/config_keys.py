@@ -119,9 +119,13 @@ _SHARED = {
 
 
 SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size",
-    "num_hidden_layers", "num_attention_heads",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 """Keys that every file states; a message names those that one leaves out."""
 
 
@@ -152,23 +156,43 @@ _QWEN2 = dict(
     max_position_embeddings=32768,
 )
 _QWEN3 = dict(
-    vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, head_dim=128,
+    vocab_size=151936,
+    intermediate_size=22016,
+    num_key_value_heads=32,
+    head_dim=128,
     max_position_embeddings=32768,
-)  # fmt: skip
+)
 _QWEN3_MOE = dict(
-    vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24,
-    num_key_value_heads=4, max_position_embeddings=32768,
-)  # fmt: skip
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=24,
+    num_key_value_heads=4,
+    max_position_embeddings=32768,
+)
 _GPT_OSS = dict(
-    vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=36,
-    num_attention_heads=64, num_key_value_heads=8, head_dim=64, max_position_embeddings=131072,
-    rms_norm_eps=1e-5, attention_bias=True,
-)  # fmt: skip
+    vocab_size=201088,
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_hidden_layers=36,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    attention_bias=True,
+)
 _GEMMA4 = dict(
-    vocab_size=262144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30,
-    num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131072,
+    vocab_size=262144,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=30,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=131072,
     tie_word_embeddings=True,
-)  # fmt: skip
+)
 _HEADS_OR_NONE = count(None, nullable=True)
 _QWEN_WINDOWS = {
     "use_sliding_window": flag(False),
@@ -276,25 +300,61 @@ UNSUPPORTED = {
 """Keys of other families: a file that states one of them with another value means another model."""
 
 ROPE_KEYS = {
-    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
     "original_max_position_embeddings",
-}  # fmt: skip
+}
 """Read in `rope_json`."""
 
 IGNORED = ROPE_KEYS | {
-    "model_type", "architectures", "auto_map", "quantization_config", "text_config",
-    "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version",
-    "use_cache", "return_dict", "output_hidden_states", "output_attentions", "initializer_range",
-    "attention_dropout", "pretraining_tp", "chunk_size_feed_forward", "id2label", "label2id",
-    "problem_type", "name_or_path", "tie_last_hidden_states",
+    "model_type",
+    "architectures",
+    "auto_map",
+    "quantization_config",
+    "text_config",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "return_dict",
+    "output_hidden_states",
+    "output_attentions",
+    "initializer_range",
+    "attention_dropout",
+    "pretraining_tp",
+    "chunk_size_feed_forward",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "name_or_path",
+    "tie_last_hidden_states",
     # of one family or the other
-    "max_window_layers", "sliding_window", "router_aux_loss_coef", "output_router_logits",
-    "experts_per_token", "initial_context_length", "moe_intermediate_size", "num_experts",
-    "top_k_experts", "vocab_size_per_layer_input",
+    "max_window_layers",
+    "sliding_window",
+    "router_aux_loss_coef",
+    "output_router_logits",
+    "experts_per_token",
+    "initial_context_length",
+    "moe_intermediate_size",
+    "num_experts",
+    "top_k_experts",
+    "vocab_size_per_layer_input",
     # of Gemma 4's wrapper: other towers and their tokens
-    "vision_config", "audio_config", "boi_token_id", "eoi_token_id", "image_token_id",
-    "video_token_id", "boa_token_id", "eoa_token_index", "audio_token_id",
-}  # fmt: skip
+    "vision_config",
+    "audio_config",
+    "boi_token_id",
+    "eoi_token_id",
+    "image_token_id",
+    "video_token_id",
+    "boa_token_id",
+    "eoa_token_index",
+    "audio_token_id",
+}
 """Keys that are read elsewhere, or that say nothing about the result."""
 
 

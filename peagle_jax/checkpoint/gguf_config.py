@@ -51,16 +51,33 @@ _KEYS = {
 """By architecture: transformers' `model_type`, and its name of each key."""
 
 _READ_BELOW = {
-    "vocab_size", "tensor_data_layout", "attention.value_length", "attention.value_length_swa",
-    "attention.sliding_window_pattern", "rope.dimension_count", "rope.dimension_count_swa",
-    "rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.finetuned",
-    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
-}  # fmt: skip
+    "vocab_size",
+    "tensor_data_layout",
+    "attention.value_length",
+    "attention.value_length_swa",
+    "attention.sliding_window_pattern",
+    "rope.dimension_count",
+    "rope.dimension_count_swa",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+}
 _ENDS = (
-    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<end_of_turn>",
-    "<turn|>", "<|return|>", "<|call|>",
-)  # fmt: skip
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|im_end|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|return|>",
+    "<|call|>",
+)
 """Spellings of control tokens that end a turn; the metadata names one id only."""
 CONTROL = 3
 """The type of control tokens in `tokenizer.ggml.token_type`."""

@@ -42,12 +42,28 @@ _CLASSES = ("llama", "qwen3")
 _SPECFORGE_HEADS = ("PEagleDraftModel",)
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _OWN_KEYS = {
-    *_MASK_KEYS, _IDS, "eagle_config", "speculators_config", "speculators_model_type",
-    "speculators_version", "transformer_layer_config", "draft_vocab_size", "target_hidden_size",
-    "num_aux_hidden_states", "norm_before_fc", "fc_norm", "norm_before_residual", "norm_output",
-    "logit_scale", "num_speculative_tokens", "k_train", "num_depths", "embed_requires_grad",
-    "tie_word_embeddings", "selector_rank",
-}  # fmt: skip
+    *_MASK_KEYS,
+    _IDS,
+    "eagle_config",
+    "speculators_config",
+    "speculators_model_type",
+    "speculators_version",
+    "transformer_layer_config",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "num_aux_hidden_states",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_before_residual",
+    "norm_output",
+    "logit_scale",
+    "num_speculative_tokens",
+    "k_train",
+    "num_depths",
+    "embed_requires_grad",
+    "tie_word_embeddings",
+    "selector_rank",
+}
 """Keys of a head that say nothing about its layers."""
 
 

@@ -29,10 +29,22 @@ GPT_OSS_ROPE = RopeConfig(
 
 _OBJECTS = ("rope_scaling", "rope_parameters")
 _INNER_KEYS = {
-    "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
-    "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor",
-    "mscale", "mscale_all_dim", "partial_rotary_factor", "alpha",
-}  # fmt: skip
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "partial_rotary_factor",
+    "alpha",
+}
 
 
 def rope_config(

@@ -22,21 +22,22 @@ from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.structured import Structured
 
 _DESCRIPTION = """\
-Writes text with P-EAGLE parallel speculative decoding: a small head drafts K tokens in one pass, the
-target model checks them in one pass, and the text is exactly what the target alone would write.
+Writes text with P-EAGLE parallel speculative decoding: a small head drafts K tokens in one pass,
+the target model checks them in one pass, and the text is exactly what the target alone would write.
 Without --model the small code model that comes with the package is used."""
 
 _EPILOG = """\
 prompt files (--prompts, --compare): JSON lines of HumanEval, of MT-Bench (first turns), or
   {"prompt": "text" or [token ids], "max_tokens": 64, "temperature": 0.8, ...}
-comparing: --compare decodes greedily with every method and exits with 1 when an output differs from
-  plain decoding's. In float32 outputs must be equal. In bfloat16 a round of K+1 rows may round apart
-  from a single row, so a first differing token is forgiven, and counted in the table as a tie, when
-  plain decoding gives both candidates a log-probability within 0.05 nats of its likeliest token.
-bad prompts: a line that is not a prompt refuses its file before anything is loaded. A prompt that the model
-  cannot run (too long for --max-model-len, ids outside the vocabulary) is left out: a line on stderr
-  says which and why, the others run, and the exit code is 3. So it is when a text fails because the model's
-  logits are not finite.
+comparing: --compare decodes greedily with every method and exits with 1 when an output differs
+  from plain decoding's. In float32 outputs must be equal. In bfloat16 a round of K+1 rows may round
+  apart from a single row, so a first differing token is forgiven, and counted in the table as a
+  tie, when plain decoding gives both candidates a log-probability within 0.05 nats of its likeliest
+  token.
+bad prompts: a line that is not a prompt refuses its file before anything is loaded. A prompt that
+  the model cannot run (too long for --max-model-len, ids outside the vocabulary) is left out: a
+  line on stderr says which and why, the others run, and the exit code is 3. So it is when a text
+  fails because the model's logits are not finite.
 exit codes: 0 done, 1 outputs differ, 2 bad input (one line says what), 3 done without some prompts,
   130 interrupted"""
 

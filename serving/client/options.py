@@ -9,8 +9,8 @@ from peagle_jax.options import options_of
 from peagle_jax.sampling_params import SamplingParams
 
 _EPILOG = """\
-The text streams to stdout. Statistics go to stderr: tokens per second, the acceptance length (AL, tokens per
-round) and the share of rounds in which each drafted position was accepted.
+The text streams to stdout. Statistics go to stderr: tokens per second, the acceptance length (AL,
+tokens per round) and the share of rounds in which each drafted position was accepted.
 
   peagle-client "def quicksort(xs):"
   peagle-client --chat                                     several turns; Ctrl-D ends

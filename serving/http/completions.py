@@ -110,7 +110,10 @@ def _prompts(prompt: str | list, n: int, most: int) -> list[str | list[int]]:
     num_prompts = len(prompt)
     if num_prompts > 1 and num_prompts * max(1, n) > most:
         times = "" if n <= 1 else f" with n={n}"
-        rule = f"{num_prompts} prompts{times} are more than the {most} sequences that a request may have (--max-n)"
+        rule = (
+            f"{num_prompts} prompts{times} are more than the {most} sequences that a request may "
+            "have (--max-n)"
+        )
         raise invalid("prompt", rule)
     return prompt
 

@@ -244,7 +244,9 @@ class Connection(H11Protocol):
         return self._is_refusing or self.conn.their_state is h11.SEND_BODY
 
     def _watch_head(self) -> None:
-        """Starts or stops the timer for the head of the next request, after each change of state."""
+        """Starts or stops the timer for the head of the next request, after each change
+        of state.
+        """
         is_busy = self.cycle is not None and not self.cycle.response_complete
         self._gate.set_idle(self._slot, not is_busy)
         has_begun = self.timeout_keep_alive_task is None or bool(self.conn.trailing_data[0])

@@ -38,7 +38,9 @@ def dump(content: object) -> bytes:
 
 
 async def dump_in_turns(content: object) -> bytes:
-    """As `dump`, but long lists of the type `Later` are created and encoded in pieces, see `turns`."""
+    """As `dump`, but long lists of the type `Later` are created and encoded in pieces,
+    see `turns`.
+    """
     try:
         return dump(content)
     except _LongError:

@@ -4,9 +4,11 @@ checks.
 A connection is idle until the head of a request is complete, and again after the answer. When a
 limit is reached, a new connection replaces an idle one, in this order:
 
-1. the one that has been idle longest, unless it is young: it has sent no request yet, and was accepted less
-   than `grace_seconds` ago. So a health probe has time to send its request during a burst of connections;
-2. the oldest idle connection of the same address, so that a client with too many connections loses its own;
+1. the one that has been idle longest, unless it is young: it has sent no request yet, and was
+   accepted less than `grace_seconds` ago. So a health probe has time to send its request during a
+   burst of connections;
+2. the oldest idle connection of the same address, so that a client with too many connections loses
+   its own;
 3. the oldest idle connection that has had an answer;
 4. the oldest young connection.
 

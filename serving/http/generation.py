@@ -48,7 +48,9 @@ class Reader:
         return Body(self._memory)
 
     async def run[T](self, size: int, function: Callable[[], T]) -> T:
-        """Calls `function`, which parses a body of `size` bytes: in a thread if the body is large."""
+        """Calls `function`, which parses a body of `size` bytes: in a thread if the
+        body is large.
+        """
         return function() if size <= _SHORT else await self._pool.run(function)
 
 

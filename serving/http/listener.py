@@ -125,7 +125,9 @@ class Listener:
 
 
 def _is_reset(connection: socket.socket) -> bool:
-    """Whether the client has reset the connection. This takes 2 us, opening and closing one 150 us."""
+    """Whether the client has reset the connection. This takes 2 us, opening and closing
+    one 150 us.
+    """
     try:
         connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

@@ -66,7 +66,10 @@ CLIENT_TOOLS = {
 """Description and schema of the arguments, by type."""
 
 
-_KINDS = "must be text, thinking, redacted_thinking, tool_use or tool_result: this server takes no images or documents"
+_KINDS = (
+    "must be text, thinking, redacted_thinking, tool_use or tool_result: this server takes no "
+    "images or documents"
+)
 _HOSTED = (
     "web_search_",
     "web_fetch_",
@@ -331,7 +334,9 @@ class MessagesFields(PromptFields):
 
 
 def _clear_thinking(messages: list[dict], kept: int | None) -> None:
-    """Removes the reasoning of all but the newest `kept` messages that have some; None keeps all."""
+    """Removes the reasoning of all but the newest `kept` messages that have some; None
+    keeps all.
+    """
     thoughts = [one for one in messages if "reasoning_content" in one]
     for message in thoughts[: max(0, len(thoughts) - kept) if kept is not None else 0]:
         del message["reasoning_content"]

@@ -32,7 +32,9 @@ _READ = {
 
 
 def document(routes: Sequence[Route]) -> dict:
-    """The OpenAPI 3.1 document of the routes that take a JSON object, and of those without a body."""
+    """The OpenAPI 3.1 document of the routes that take a JSON object, and of those
+    without a body.
+    """
     models = sorted({(route.fields, "validation") for route in routes}, key=lambda one: str(one[0]))
     references, definitions = models_json_schema(models, ref_template=_SCHEMAS + "{model}")
     answer = {"responses": {"200": {"description": "the answer"}}}

@@ -69,7 +69,9 @@ class Reply:
         await self.whole(error_answer(error, all_headers, self._dialect.error))
 
     async def fail(self, error: ServiceError) -> None:
-        """Sends an error: as a response with its status, or as an event if the response has begun."""
+        """Sends an error: as a response with its status, or as an event if the response
+        has begun.
+        """
         if not self._has_begun:
             await self.error(error)
             return

@@ -140,7 +140,9 @@ def final_usage(streams: Sequence[Stream]) -> dict:
 
 
 def speculation(streams: Sequence[Stream]) -> dict:
-    """vLLM's block about the drafts of a sequence; empty for several sequences, or without drafts."""
+    """vLLM's block about the drafts of a sequence; empty for several sequences, or
+    without drafts.
+    """
     requests = _requests(streams)
     if len(requests) != 1 or not requests[0].drafted:
         return {}

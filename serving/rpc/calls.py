@@ -1,4 +1,6 @@
-"""Metadata of gRPC calls: deadline and trace of the client, and the first metadata of the answer."""
+"""Metadata of gRPC calls: deadline and trace of the client, and the first metadata of
+the answer.
+"""
 
 import contextlib
 import time

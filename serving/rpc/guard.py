@@ -1,4 +1,6 @@
-"""Interceptor of every call: it checks tokens and message limits, and maps exceptions to statuses."""
+"""Interceptor of every call: it checks tokens and message limits, and maps exceptions
+to statuses.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
-"""`inference.GRPCInferenceService`: the Open Inference Protocol; its proto documents the tensors."""
+"""`inference.GRPCInferenceService`: the Open Inference Protocol; its proto documents
+the tensors.
+"""
 
 import asyncio
 import logging

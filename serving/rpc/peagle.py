@@ -256,7 +256,9 @@ def _delta(delta: Delta) -> pb.GenerateDelta:
 def _prompt_logprobs(
     logprobs: Sequence[PromptLogprob | None],
 ) -> AsyncIterator[list[pb.PromptLogprob]]:
-    """Messages of the prompt's log-probabilities in pieces, see `turns`; the first token has none."""
+    """Messages of the prompt's log-probabilities in pieces, see `turns`; the first
+    token has none.
+    """
     return turns.pieces(
         pb.PromptLogprob(
             logprob=one.logprob,

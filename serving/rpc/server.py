@@ -159,7 +159,9 @@ class RpcServer:
         self._health.set(statuses.SERVING if state is State.SERVING else statuses.NOT_SERVING)
 
     async def stop(self, grace: float) -> None:
-        """Accepts no more calls, ends health watches, and after `grace` seconds cancels the rest."""
+        """Accepts no more calls, ends health watches, and after `grace` seconds cancels
+        the rest.
+        """
         self._health.close()
         await self._server.stop(grace)
 

@@ -1,4 +1,6 @@
-"""Reads and writes tensors of the Open Inference Protocol, raw and typed. Inputs have one element."""
+"""Reads and writes tensors of the Open Inference Protocol, raw and typed. Inputs have
+one element.
+"""
 
 import struct
 from collections.abc import Sequence

@@ -220,7 +220,9 @@ class _Pace:
         self._seconds, self._tokens, self._rate = 0.0, 0, 0.0
 
     def measure(self) -> float:
-        """The latest rate, 0 before the first; frequent calls do not make the measurement shorter."""
+        """The latest rate, 0 before the first; frequent calls do not make the
+        measurement shorter.
+        """
         seconds = self._frontend.load.sequence_seconds - self._seconds
         tokens = self._frontend.load.num_tokens - self._tokens
         if tokens >= _LEAST_TOKENS and seconds > 0:

@@ -1,4 +1,6 @@
-"""Decode rounds of presets: weights of every format, synthetic acceptance, and the rows of a run."""
+"""Decode rounds of presets: weights of every format, synthetic acceptance, and the rows
+of a run.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""`peagle-bench kernels --jobs`: processes compile all specs first, then each is measured in turn."""
+"""`peagle-bench kernels --jobs`: processes compile all specs first, then each is
+measured in turn.
+"""
 
 import contextlib
 import os

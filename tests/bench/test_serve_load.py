@@ -1,4 +1,6 @@
-"""Load on a service: what is sent, what the figures are made of, and a run against a real server."""
+"""Load on a service: what is sent, what the figures are made of, and a run against a
+real server.
+"""
 
 import json
 

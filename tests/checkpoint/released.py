@@ -1,7 +1,7 @@
 """Released checkpoints without their weights: config.json, generation_config.json, tensor headers.
 
-Names, shapes and values are those of the published files; keys that say nothing about the forward pass
-are left out. Written from the files, not from the tables under test.
+Names, shapes and values are those of the published files; keys that say nothing about the forward
+pass are left out. Written from the files, not from the tables under test.
 """
 
 import json
@@ -18,9 +18,11 @@ Headers = dict[str, TensorInfo]
 
 LLAMA3_EOS = [128001, 128008, 128009]
 LLAMA3_ROPE = dict(
-    high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192,
+    high_freq_factor=4.0,
+    low_freq_factor=1.0,
+    original_max_position_embeddings=8192,
     rope_type="llama3",
-)  # fmt: skip
+)
 MISTRAL_GENERATION = dict(bos_token_id=1, eos_token_id=2)
 QWEN2_GENERATION = dict(
     bos_token_id=151643, eos_token_id=[151645, 151643], pad_token_id=151643, repetition_penalty=1.1
@@ -33,96 +35,204 @@ GPT_OSS_GENERATION = dict(
 
 def _llama(*, factor: float, **fields) -> dict:
     common = dict(
-        architectures=["LlamaForCausalLM"], attention_bias=False, bos_token_id=128000,
-        eos_token_id=LLAMA3_EOS, hidden_act="silu", max_position_embeddings=131072, mlp_bias=False,
-        model_type="llama", num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-05,
-        rope_scaling=LLAMA3_ROPE | dict(factor=factor), rope_theta=500000.0,
-        tie_word_embeddings=False, torch_dtype="bfloat16", vocab_size=128256,
-    )  # fmt: skip
+        architectures=["LlamaForCausalLM"],
+        attention_bias=False,
+        bos_token_id=128000,
+        eos_token_id=LLAMA3_EOS,
+        hidden_act="silu",
+        max_position_embeddings=131072,
+        mlp_bias=False,
+        model_type="llama",
+        num_key_value_heads=8,
+        pretraining_tp=1,
+        rms_norm_eps=1e-05,
+        rope_scaling=LLAMA3_ROPE | dict(factor=factor),
+        rope_theta=500000.0,
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16",
+        vocab_size=128256,
+    )
     return common | fields
 
 
 def _mistral(**fields) -> dict:
     common = dict(
-        architectures=["MistralForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu",
-        hidden_size=4096, intermediate_size=14336, max_position_embeddings=32768,
-        model_type="mistral", num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8,
-        rms_norm_eps=1e-05, tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True,
-    )  # fmt: skip
+        architectures=["MistralForCausalLM"],
+        bos_token_id=1,
+        eos_token_id=2,
+        hidden_act="silu",
+        hidden_size=4096,
+        intermediate_size=14336,
+        max_position_embeddings=32768,
+        model_type="mistral",
+        num_attention_heads=32,
+        num_hidden_layers=32,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-05,
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16",
+        use_cache=True,
+    )
     return common | fields
 
 
 def _qwen2(**fields) -> dict:
     common = dict(
-        architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643,
-        eos_token_id=151645, hidden_act="silu", max_position_embeddings=32768, model_type="qwen2",
-        rms_norm_eps=1e-06, rope_theta=1000000.0, tie_word_embeddings=False,
-        torch_dtype="bfloat16", use_cache=True, use_sliding_window=False, vocab_size=152064,
-    )  # fmt: skip
+        architectures=["Qwen2ForCausalLM"],
+        attention_dropout=0.0,
+        bos_token_id=151643,
+        eos_token_id=151645,
+        hidden_act="silu",
+        max_position_embeddings=32768,
+        model_type="qwen2",
+        rms_norm_eps=1e-06,
+        rope_theta=1000000.0,
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16",
+        use_cache=True,
+        use_sliding_window=False,
+        vocab_size=152064,
+    )
     return common | fields
 
 
 def _qwen3(**fields) -> dict:
     common = dict(
-        architectures=["Qwen3ForCausalLM"], attention_bias=False, bos_token_id=151643,
-        eos_token_id=151645, head_dim=128, hidden_act="silu", max_position_embeddings=40960,
-        max_window_layers=fields["num_hidden_layers"], model_type="qwen3", num_key_value_heads=8,
-        rms_norm_eps=1e-06, rope_scaling=None, rope_theta=1000000, sliding_window=None,
-        tie_word_embeddings=False, torch_dtype="bfloat16", use_sliding_window=False,
+        architectures=["Qwen3ForCausalLM"],
+        attention_bias=False,
+        bos_token_id=151643,
+        eos_token_id=151645,
+        head_dim=128,
+        hidden_act="silu",
+        max_position_embeddings=40960,
+        max_window_layers=fields["num_hidden_layers"],
+        model_type="qwen3",
+        num_key_value_heads=8,
+        rms_norm_eps=1e-06,
+        rope_scaling=None,
+        rope_theta=1000000,
+        sliding_window=None,
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16",
+        use_sliding_window=False,
         vocab_size=151936,
-    )  # fmt: skip
+    )
     return common | fields
 
 
 def _gpt_oss(layers: int, experts: int) -> dict:
     return dict(
-        architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0,
-        eos_token_id=200002, experts_per_token=4, head_dim=64, hidden_act="silu", hidden_size=2880,
-        initial_context_length=4096, intermediate_size=2880,
+        architectures=["GptOssForCausalLM"],
+        attention_bias=True,
+        attention_dropout=0.0,
+        eos_token_id=200002,
+        experts_per_token=4,
+        head_dim=64,
+        hidden_act="silu",
+        hidden_size=2880,
+        initial_context_length=4096,
+        intermediate_size=2880,
         layer_types=["sliding_attention", "full_attention"] * (layers // 2),
-        max_position_embeddings=131072, model_type="gpt_oss", num_attention_heads=64,
-        num_experts_per_tok=4, num_hidden_layers=layers, num_key_value_heads=8,
-        num_local_experts=experts, pad_token_id=199999,
+        max_position_embeddings=131072,
+        model_type="gpt_oss",
+        num_attention_heads=64,
+        num_experts_per_tok=4,
+        num_hidden_layers=layers,
+        num_key_value_heads=8,
+        num_local_experts=experts,
+        pad_token_id=199999,
         quantization_config=dict(
             modules_to_not_convert=[
-                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
                 "lm_head",
             ],
             quant_method="mxfp4",
         ),
         rms_norm_eps=1e-05,
         rope_scaling=dict(
-            beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096,
-            rope_type="yarn", truncate=False,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            factor=32.0,
+            original_max_position_embeddings=4096,
+            rope_type="yarn",
+            truncate=False,
         ),
-        rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0,
-        tie_word_embeddings=False, vocab_size=201088,
-    )  # fmt: skip
+        rope_theta=150000,
+        router_aux_loss_coef=0.9,
+        sliding_window=128,
+        swiglu_limit=7.0,
+        tie_word_embeddings=False,
+        vocab_size=201088,
+    )
 
 
 QWEN3_CODER = dict(
-    architectures=["Qwen3MoeForCausalLM"], attention_bias=False, decoder_sparse_step=1,
-    eos_token_id=151645, head_dim=128, hidden_act="silu", hidden_size=2048, intermediate_size=5472,
-    max_position_embeddings=262144, max_window_layers=28, mlp_only_layers=[],
-    model_type="qwen3_moe", moe_intermediate_size=768, norm_topk_prob=True, num_attention_heads=32,
-    num_experts=128, num_experts_per_tok=8, num_hidden_layers=48, num_key_value_heads=4,
-    qkv_bias=False, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=10000000,
-    shared_expert_intermediate_size=0, sliding_window=None, tie_word_embeddings=False,
-    torch_dtype="bfloat16", use_qk_norm=True, use_sliding_window=False, vocab_size=151936,
-)  # fmt: skip
+    architectures=["Qwen3MoeForCausalLM"],
+    attention_bias=False,
+    decoder_sparse_step=1,
+    eos_token_id=151645,
+    head_dim=128,
+    hidden_act="silu",
+    hidden_size=2048,
+    intermediate_size=5472,
+    max_position_embeddings=262144,
+    max_window_layers=28,
+    mlp_only_layers=[],
+    model_type="qwen3_moe",
+    moe_intermediate_size=768,
+    norm_topk_prob=True,
+    num_attention_heads=32,
+    num_experts=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=48,
+    num_key_value_heads=4,
+    qkv_bias=False,
+    rms_norm_eps=1e-06,
+    rope_scaling=None,
+    rope_theta=10000000,
+    shared_expert_intermediate_size=0,
+    sliding_window=None,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    use_qk_norm=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
 
 GEMMA_4_31B = dict(
-    architectures=["Gemma4ForConditionalGeneration"], audio_config=None, dtype="bfloat16",
-    eos_token_id=[1, 106], model_type="gemma4", tie_word_embeddings=True,
+    architectures=["Gemma4ForConditionalGeneration"],
+    audio_config=None,
+    dtype="bfloat16",
+    eos_token_id=[1, 106],
+    model_type="gemma4",
+    tie_word_embeddings=True,
     text_config=dict(
-        attention_bias=False, attention_k_eq_v=True, bos_token_id=2, dtype="bfloat16",
-        enable_moe_block=False, eos_token_id=1, final_logit_softcapping=30.0, global_head_dim=512,
-        head_dim=256, hidden_activation="gelu_pytorch_tanh", hidden_size=5376,
-        hidden_size_per_layer_input=0, intermediate_size=21504,
+        attention_bias=False,
+        attention_k_eq_v=True,
+        bos_token_id=2,
+        dtype="bfloat16",
+        enable_moe_block=False,
+        eos_token_id=1,
+        final_logit_softcapping=30.0,
+        global_head_dim=512,
+        head_dim=256,
+        hidden_activation="gelu_pytorch_tanh",
+        hidden_size=5376,
+        hidden_size_per_layer_input=0,
+        intermediate_size=21504,
         layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 10,
-        max_position_embeddings=262144, model_type="gemma4_text", moe_intermediate_size=None,
-        num_attention_heads=32, num_experts=None, num_global_key_value_heads=4,
-        num_hidden_layers=60, num_key_value_heads=16, num_kv_shared_layers=0, pad_token_id=0,
+        max_position_embeddings=262144,
+        model_type="gemma4_text",
+        moe_intermediate_size=None,
+        num_attention_heads=32,
+        num_experts=None,
+        num_global_key_value_heads=4,
+        num_hidden_layers=60,
+        num_key_value_heads=16,
+        num_kv_shared_layers=0,
+        pad_token_id=0,
         rms_norm_eps=1e-06,
         rope_parameters=dict(
             full_attention=dict(
@@ -130,11 +240,15 @@ GEMMA_4_31B = dict(
             ),
             sliding_attention=dict(rope_theta=10000.0, rope_type="default"),
         ),
-        sliding_window=1024, tie_word_embeddings=True, top_k_experts=None,
-        use_bidirectional_attention="vision", use_double_wide_mlp=False, vocab_size=262144,
+        sliding_window=1024,
+        tie_word_embeddings=True,
+        top_k_experts=None,
+        use_bidirectional_attention="vision",
+        use_double_wide_mlp=False,
+        vocab_size=262144,
     ),
     vision_config=dict(model_type="gemma4_vision", hidden_size=1152, num_hidden_layers=27),
-)  # fmt: skip
+)
 
 # fmt: off
 CONFIGS: dict[str, tuple[dict, dict]] = {
@@ -318,12 +432,25 @@ def gemma_4_31b() -> Headers:
 
 
 AWS_GPT_OSS_20B_HEAD = dict(
-    architectures=["LlamaForCausalLM"], draft_vocab_size=201088, head_dim=64, hidden_act="silu",
-    hidden_size=2880, intermediate_size=14336, max_position_embeddings=131072, model_type="llama",
-    num_attention_heads=64, num_hidden_layers=4, num_key_value_heads=8, ptd_token_id=201020,
-    rms_norm_eps=1e-05, rope_scaling=LLAMA3_ROPE | dict(factor=8.0), rope_theta=500000.0,
-    tie_word_embeddings=False, torch_dtype="bfloat16", vocab_size=201088,
-)  # fmt: skip
+    architectures=["LlamaForCausalLM"],
+    draft_vocab_size=201088,
+    head_dim=64,
+    hidden_act="silu",
+    hidden_size=2880,
+    intermediate_size=14336,
+    max_position_embeddings=131072,
+    model_type="llama",
+    num_attention_heads=64,
+    num_hidden_layers=4,
+    num_key_value_heads=8,
+    ptd_token_id=201020,
+    rms_norm_eps=1e-05,
+    rope_scaling=LLAMA3_ROPE | dict(factor=8.0),
+    rope_theta=500000.0,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    vocab_size=201088,
+)
 """amazon/GPT-OSS-20B-P-EAGLE, as far as other loaders show it."""
 
 

@@ -1,4 +1,6 @@
-"""Changed config.json files: if both this reader and transformers accept one, they read the same model."""
+"""Changed config.json files: if both this reader and transformers accept one, they read the same
+model.
+"""
 
 import math
 from collections import Counter
@@ -56,7 +58,9 @@ def stated(value):
 
 
 def theirs(kind: str, raw: dict) -> dict | None:
-    """The same of transformers' class; None if it refuses the keys. null is a missing key but where it is a value."""
+    """The same of transformers' class; None if it refuses the keys. null is a missing key but where
+    it is a value.
+    """
     table = KEYS[kind]
     is_value = lambda key: key in table and (table[key].nullable or table[key].default is None)
     raw = {key: stated(value) for key, value in raw.items() if value is not None or is_value(key)}
@@ -88,8 +92,12 @@ def same_rope(mine: dict, other: dict) -> bool:
             return False
     if other.get("mscale") and other.get("mscale_all_dim"):
         mine = {key: value for key, value in mine.items() if key != "attention_factor"}
-    return all(math.isclose(value, other.get(key) or 0) if isinstance(value, float) else value == other.get(key)
-               for key, value in mine.items())  # fmt: skip
+    return all(
+        math.isclose(value, other.get(key) or 0)
+        if isinstance(value, float)
+        else value == other.get(key)
+        for key, value in mine.items()
+    )
 
 
 @pytest.mark.parametrize("name", TARGETS)

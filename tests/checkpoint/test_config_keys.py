@@ -1,4 +1,6 @@
-"""The tables of config.json's keys: transformers' defaults, stray keys, and values that cannot be right."""
+"""The tables of config.json's keys: transformers' defaults, stray keys, and values that cannot be
+right.
+"""
 
 import dataclasses
 import json
@@ -74,7 +76,9 @@ def test_the_tables_have_the_defaults_of_transformers(kind):
 
 @pytest.mark.parametrize("kind", KEYS)
 def test_no_key_of_transformers_is_unknown_here(kind):
-    """A key that a later version adds must be read, refused or named as one that changes nothing."""
+    """A key that a later version adds must be read, refused or named as one that
+    changes nothing.
+    """
     unknown = fields_of(kind).keys() - KEYS[kind].keys() - UNSUPPORTED.keys() - IGNORED
     assert not unknown
 
@@ -168,12 +172,18 @@ BAD_VALUES = [
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
     (dict(rope_scaling=LLAMA3 | dict(factor=0.5)), "factor of rope scaling must be at least 1"),
     (dict(rope_scaling=LLAMA3 | dict(low_freq_factor=0)), "low_freq_factor must be a number gr"),
-    (dict(rope_scaling=LLAMA3 | dict(high_freq_factor=1.0)), "high_freq_factor 1.0 must be greater"),
+    (
+        dict(rope_scaling=LLAMA3 | dict(high_freq_factor=1.0)),
+        "high_freq_factor 1.0 must be greater",
+    ),
     (dict(rope_scaling=LLAMA3 | dict(type="yarn")), "rope_type is 'llama3' and type 'yarn'"),
     (dict(rope_scaling=LLAMA3 | dict(rope_type=[1])), "rope_type must be a text"),
     (dict(rope_scaling=LLAMA3 | dict(rope_theta=1e4)), "rope_theta is 500000.0 beside .* 10000.0"),
     (dict(rope_scaling=YARN | dict(beta_slow=0)), "beta_slow must be a number greater than 0"),
-    (dict(rope_scaling=YARN | dict(beta_fast=0.5)), "beta_fast 0.5 must not be less than beta_slow"),
+    (
+        dict(rope_scaling=YARN | dict(beta_fast=0.5)),
+        "beta_fast 0.5 must not be less than beta_slow",
+    ),
     (dict(rope_scaling=YARN | dict(attention_factor=0)), "attention_factor must be a number gr"),
     (dict(rope_scaling=YARN | dict(mscale=-2.0, mscale_all_dim=1.0)), "mscale must be a number gr"),
     (
@@ -196,7 +206,7 @@ BAD_VALUES = [
     (dict(layer_types=["chunked_attention"] * 32), "layer_types must name"),
     (dict(layer_types=[FULL] * 31), "layer_types must name .* for each of 32 layers"),
     (dict(rope_scaling={FULL: LLAMA3}), "a rope of its own for each type of layer"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_VALUES)
@@ -220,13 +230,15 @@ BAD_OF_A_FAMILY = [
     ("gemma4_text", dict(rope_scaling=LLAMA3), "rope_scaling .* is not supported"),
     (
         "gemma4_text",
-        dict(rope_parameters={
-            SLIDING: dict(rope_theta=1e4),
-            FULL: dict(rope_theta=1e6, rope_type="proportional", partial_rotary_factor=-0.25),
-        }),
+        dict(
+            rope_parameters={
+                SLIDING: dict(rope_theta=1e4),
+                FULL: dict(rope_theta=1e6, rope_type="proportional", partial_rotary_factor=-0.25),
+            }
+        ),
         "partial_rotary_factor must lie between 0 and 1",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "changes", "message"), BAD_OF_A_FAMILY)
@@ -260,7 +272,9 @@ def test_two_statements_that_agree_are_one(tmp_path):
 
 
 def test_scaling_without_its_original_length_counts_from_the_longest(tmp_path):
-    """transformers takes `original_max_position_embeddings` beside it, else the longest position."""
+    """transformers takes `original_max_position_embeddings` beside it, else the longest
+    position.
+    """
     yarn = dict(rope_type="yarn", factor=4.0)
     made = lambda length: RopeConfig(
         theta=1e6, scaling=YarnScaling(factor=4.0, original_max_position=length)

@@ -1,4 +1,6 @@
-"""GGUF files of the golden checkpoints: the folders made of them hold the same bits and the same config."""
+"""GGUF files of the golden checkpoints: the folders made of them hold the same bits and the same
+config.
+"""
 
 import struct
 import zipfile
@@ -328,29 +330,44 @@ def added(key, value):
 
 REFUSED = {
     "a tensor without a place": (
-        "llama", renamed("blk.1.ffn_up.weight", "blk.1.ffn_upp.weight"),
+        "llama",
+        renamed("blk.1.ffn_up.weight", "blk.1.ffn_upp.weight"),
         r"tensor 'blk\.1\.ffn_upp\.weight' \(F32\) has no place",
     ),
     "a missing tensor": (
-        "llama", dict(change=lambda tensors: tensors.pop("blk.1.ffn_up.weight")),
+        "llama",
+        dict(change=lambda tensors: tensors.pop("blk.1.ffn_up.weight")),
         r"tensor 'model\.layers\.1\.mlp\.up_proj\.weight' is missing",
     ),
     "no embedding": (
-        "llama", dict(change=lambda tensors: tensors.pop("token_embd.weight")),
+        "llama",
+        dict(change=lambda tensors: tensors.pop("token_embd.weight")),
         r"holds no matrix token_embd\.weight",
     ),
     "another shape": (
-        "qwen3", reshaped("blk.1.ffn_up.weight", (48, 32)), r"up_proj\.weight has shape \(48, 32\).* stored as 'blk\.1\.ffn_up\.weight' \(F32\)",
+        "qwen3",
+        reshaped("blk.1.ffn_up.weight", (48, 32)),
+        r"up_proj\.weight has shape \(48, 32\).* stored as 'blk\.1\.ffn_up\.weight' \(F32\)",
     ),
     "rows that are not of the heads": (
-        "llama", reshaped("blk.1.attn_q.weight", (62, 64)), r"q_proj\.weight has shape \(62, 64\)",
+        "llama",
+        reshaped("blk.1.attn_q.weight", (62, 64)),
+        r"q_proj\.weight has shape \(62, 64\)",
     ),
-    "experts in a dense family": ("llama", added("llama.expert_count", 8), r"llama\.expert_count 8"),
+    "experts in a dense family": (
+        "llama",
+        added("llama.expert_count", 8),
+        r"llama\.expert_count 8",
+    ),
     "a part of each head rotated": (
-        "qwen3", added("qwen3.attention.value_length_mla", 16), r"value_length_mla 16 is not supported",
+        "qwen3",
+        added("qwen3.attention.value_length_mla", 16),
+        r"value_length_mla 16 is not supported",
     ),
     "factors of another rule": (
-        "llama", reshaped("rope_freqs.weight", 8), r"rope_freqs\.weight holds factors",
+        "llama",
+        reshaped("rope_freqs.weight", 8),
+        r"rope_freqs\.weight holds factors",
     ),
     "factors that are no numbers": (
         "llama",
@@ -358,10 +375,11 @@ REFUSED = {
         r"rope_freqs\.weight holds factors below 1 or not finite",
     ),
     "gate without up": (
-        "gpt_oss-mxfp4", dict(change=lambda tensors: tensors.pop("blk.2.ffn_up_exps.weight")),
+        "gpt_oss-mxfp4",
+        dict(change=lambda tensors: tensors.pop("blk.2.ffn_up_exps.weight")),
         r"'blk\.2\.ffn_gate_exps\.weight' \(MXFP4\) has no ffn_up_exps",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -57,16 +57,21 @@ def whole(tmp_path) -> tuple[Path, bytes]:
 
 
 def test_any_damage_to_the_header(whole, num_cases):
-    """A length, count, kind or offset becomes another number, or bytes change, vanish or are added."""
+    """A length, count, kind or offset becomes another number, or bytes change, vanish
+    or are added.
+    """
     path, content = whole
     end = content.rindex(b"rope_freqs.weight")
     numbers = st.sampled_from([0, 1, 2, 255, 2**31, 2**32 - 1, 2**63, 2**64 - 1])
 
     @settings(FUZZ, max_examples=num_cases("damaged GGUF files", 600))
     @given(
-        at=st.integers(0, end), size=st.sampled_from([0, 1, 4, 8]), gone=st.integers(0, 9),
-        new=numbers | st.integers(0, 2**64 - 1), cut=st.integers(0, 3 * len(content)),
-    )  # fmt: skip
+        at=st.integers(0, end),
+        size=st.sampled_from([0, 1, 4, 8]),
+        gone=st.integers(0, 9),
+        new=numbers | st.integers(0, 2**64 - 1),
+        cut=st.integers(0, 3 * len(content)),
+    )
     def check(at, size, gone, new, cut):
         written = (new % 2 ** (8 * size)).to_bytes(size, "little")
         damaged = content[:at] + written + content[at + (gone if gone > 8 else size) :]

@@ -11,8 +11,12 @@ from tests.gguf_files import write_golden
 from tests.gguf_tokenizers import LINES, SENTENCEPIECE, SPACED, Stored, add_tokenizer, byte_level
 
 TEXTS = [
-    *LINES, "<|im_start|>user\nHi<|im_end|>", "a <think> b", "don't DON'T 12345678 \t\n\n x", "né 🙂",
-]  # fmt: skip
+    *LINES,
+    "<|im_start|>user\nHi<|im_end|>",
+    "a <think> b",
+    "don't DON'T 12345678 \t\n\n x",
+    "né 🙂",
+]
 
 
 def read(tmp_path, stored: Stored, *, template: str | None = None, **more) -> Tokenizer:

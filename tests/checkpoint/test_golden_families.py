@@ -1,4 +1,6 @@
-"""The other families and the quantised files against transformers, and with one rule broken at a time."""
+"""The other families and the quantised files against transformers, and with one rule broken at a
+time.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -71,7 +73,9 @@ def test_the_highest_tap_is_what_leaves_the_last_layer():
 
 
 def test_dynamic_rope_is_no_scaling_until_the_text_is_longer_than_the_positions():
-    """With one more token transformers rotates all keys differently, so the engine must stop before."""
+    """With one more token transformers rotates all keys differently, so the engine must stop
+    before.
+    """
     want, model = expected("mistral"), load("mistral")
     limit = model.config.max_position
     assert model.config.rope.scaling == DynamicScaling(factor=4.0)
@@ -269,7 +273,8 @@ BROKEN = {
         ),
         "gate's scales for up": weights(lambda x: x.mlp.gate_up.scale, swap, SPARSE),
         "gate for up in dense layers": weights(lambda x: x.mlp.gate_up.weight, halves, DENSE),
-        "gate's scales for up in dense layers": weights(lambda x: x.mlp.gate_up.scale, halves, DENSE),
+        "gate's scales for up in dense "
+        "layers": weights(lambda x: x.mlp.gate_up.scale, halves, DENSE),
         "scales of other columns": weights(lambda x: x.mlp.gate_up.scale, lambda s: s[..., ::-1].copy()),
         "scales of other rows": weights(lambda x: x.attention.qkv.scale, lambda s: np.roll(s, 36, 0)),
         "one scale a matrix": weights(lambda x: x.attention.out.scale, mean),

@@ -1,4 +1,6 @@
-"""Llama and Qwen3 targets against transformers: logits, taps and greedy text of the golden folders."""
+"""Llama and Qwen3 targets against transformers: logits, taps and greedy text of the
+golden folders.
+"""
 
 import json
 from dataclasses import replace
@@ -221,13 +223,15 @@ def test_attention_bias_is_added_to_all_four_projections(family, tmp_path):
 REFUSED = {
     "biases the config does not state": ({}, True, "without a place in llama"),
     "biases the file does not hold": ({"attention_bias": True}, False, "q_proj.bias' is missing"),
-    "biases of an MLP that the file does not hold": ({"mlp_bias": True}, False, "_proj.bias' is missing"),
+    "biases of an MLP that the file does not "
+    "hold": ({"mlp_bias": True}, False, "_proj.bias' is missing"),
     "no width": (
         {"hidden_size": None}, False,
         r"embed_tokens.weight has shape .* does not state hidden_size \(4096\)",
     ),
     "no depth": (
-        {"num_hidden_layers": None}, False, r"is missing .* does not state num_hidden_layers \(32\)",
+        {"num_hidden_layers": None}, False, r"is missing .* does not state num_hidden_layers "
+                                            r"\(32\)",
     ),
     "more layers than the file": ({"num_hidden_layers": 9}, False, "is missing"),
     "fewer layers than the file": ({"num_hidden_layers": 7}, False, "without a place"),

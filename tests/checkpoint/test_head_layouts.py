@@ -175,8 +175,12 @@ def test_a_flat_head_may_have_the_keys_of_its_target(name, tmp_path):
     """NeMo AutoModel changes the sizes in the target's config.json and keeps its other keys."""
     config, tensors = parts("eagle3")
     sizes = config["transformer_layer_config"]
-    sizes = {key: sizes[key] for key in released.CONFIGS[name][0] if "size" in key or "num_" in key
-             if key in sizes}  # fmt: skip
+    sizes = {
+        key: sizes[key]
+        for key in released.CONFIGS[name][0]
+        if "size" in key or "num_" in key
+        if key in sizes
+    }
     own = dict(draft_vocab_size=96, head_dim=16, architectures=["LlamaEagle3"])
     head = load(write_head(tmp_path, released.CONFIGS[name][0] | sizes | own, tensors))
     assert head.config.rope == PRESETS[name].rope
@@ -222,13 +226,25 @@ def flat_with(**changes):
 
 REFUSED = {
     "last state instead of taps": (
-        "eagle3", flat_with(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state false",
+        "eagle3",
+        flat_with(eagle_config={"use_aux_hidden_state": False}),
+        "use_aux_hidden_state false",
     ),
-    "a width that is no number": ("eagle3", flat_with(target_hidden_size="64"), "target_hidden_size"),
-    "architectures that are no list": ("eagle3", flat_with(architectures="Llama"), "must be a list"),
+    "a width that is no number": (
+        "eagle3",
+        flat_with(target_hidden_size="64"),
+        "target_hidden_size",
+    ),
+    "architectures that are no list": (
+        "eagle3",
+        flat_with(architectures="Llama"),
+        "must be a list",
+    ),
     "taps that are no ids": ("eagle3", flat_with(**{IDS: ["low"]}), "must be a token id or a list"),
     "windows without a width": (
-        "eagle3", flat_with(layer_types=["sliding_attention"]), "states no sliding_window",
+        "eagle3",
+        flat_with(layer_types=["sliding_attention"]),
+        "states no sliding_window",
     ),
     "windows for other layers": (
         "eagle3",
@@ -239,20 +255,27 @@ REFUSED = {
     "norms of both kinds": (
         "peagle-norms",
         lambda c, t: (
-            c | {"fc_norm": True}, t | {f"fc_norm.{i}.weight": np.ones(64, np.float32) for i in range(3)},
+            c | {"fc_norm": True},
+            t | {f"fc_norm.{i}.weight": np.ones(64, np.float32) for i in range(3)},
         ),
         "exclude each other",
     ),
-    "norms the file lacks": ("eagle3", flat_with(fc_norm=True), "says fc_norm but the file holds no"),
+    "norms the file lacks": (
+        "eagle3",
+        flat_with(fc_norm=True),
+        "says fc_norm but the file holds no",
+    ),
     "a weight of bytes": (
         "eagle3",
         lambda c, t: (c, t | {"norm.weight": np.ones(64, np.uint8)}),
         "norm.weight is uint8; only the matrices",
     ),
     "d2t of floats": (
-        "eagle3", lambda c, t: (c, t | {"d2t": t["d2t"].astype(np.float32)}), "not whole numbers",
+        "eagle3",
+        lambda c, t: (c, t | {"d2t": t["d2t"].astype(np.float32)}),
+        "not whole numbers",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -22,9 +22,13 @@ pytestmark = pytest.mark.usefixtures("programs_without_controls")
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("mistral", "qwen2")
 HEAD = dict(
-    vocab_size=256, draft_vocab_size=96, taps=(2, 4, 5), attention_bias=True, mlp_bias=True,
+    vocab_size=256,
+    draft_vocab_size=96,
+    taps=(2, 4, 5),
+    attention_bias=True,
+    mlp_bias=True,
     rope=RopeConfig(theta=1e4, scaling=LinearScaling(factor=2.0)),
-)  # fmt: skip
+)
 
 
 @cache
@@ -44,9 +48,13 @@ def test_a_head_of_these_targets_is_loaded_and_drafts_losslessly(name, method, t
     pairs = zip(jax.tree.leaves(head), jax.tree.leaves(again), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)
     config = EngineConfig(
-        num_draft=3, max_num_seqs=2, max_model_len=72, page_size=8, prefill_chunk=32,
+        num_draft=3,
+        max_num_seqs=2,
+        max_model_len=72,
+        page_size=8,
+        prefill_chunk=32,
         prefill_rows=2,
-    )  # fmt: skip
+    )
     want = load_file(GOLDEN / "expected" / f"{name}.safetensors")
     done = one_bucket(Engine(target(name), again, config)).generate(
         want["tokens"].tolist(), SamplingParams(max_tokens=24)

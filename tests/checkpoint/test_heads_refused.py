@@ -142,16 +142,24 @@ def absolute_ids(t: dict) -> np.ndarray:
 
 REFUSED = {
     "taps past the target": (
-        "peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[2, 4, 9]), r"taps \(2, 4, 9\)",
+        "peagle-1",
+        config_with(eagle_aux_hidden_state_layer_ids=[2, 4, 9]),
+        r"taps \(2, 4, 9\)",
     ),
     "taps out of order": (
-        "peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[4, 2, 5]), "not 3 ascending",
+        "peagle-1",
+        config_with(eagle_aux_hidden_state_layer_ids=[4, 2, 5]),
+        "not 3 ascending",
     ),
     "a tap twice": (
-        "peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[2, 2, 5]), "not 3 ascending",
+        "peagle-1",
+        config_with(eagle_aux_hidden_state_layer_ids=[2, 2, 5]),
+        "not 3 ascending",
     ),
     "two taps": (
-        "peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[2, 4]), "its fc takes 192, 2 taps",
+        "peagle-1",
+        config_with(eagle_aux_hidden_state_layer_ids=[2, 4]),
+        "its fc takes 192, 2 taps",
     ),
     "four taps": ("peagle-1", config_with(num_aux_hidden_states=4), "its fc takes 192, 4 taps"),
     "taps of another width": ("peagle-1", config_with(target_hidden_size=128), "states 128 wide"),
@@ -160,24 +168,37 @@ REFUSED = {
     "a mask token outside": ("peagle-1", config_with(mask_token_id=256), "256 lies outside"),
     "no mask_hidden": ("peagle-1", without("mask_hidden"), "holds no mask_hidden"),
     "mask_hidden after fc": (
-        "peagle-1", with_tensor("mask_hidden", lambda t: t["mask_hidden"][..., :64]), "has shape",
+        "peagle-1",
+        with_tensor("mask_hidden", lambda t: t["mask_hidden"][..., :64]),
+        "has shape",
     ),
     "no fc": ("peagle-1", without("fc.weight"), "not an EAGLE-3 or P-EAGLE head"),
-    "a flat fc": ("peagle-1", with_tensor("fc.weight", lambda t: t["mask_hidden"].ravel()), "two dim"),
+    "a flat fc": (
+        "peagle-1",
+        with_tensor("fc.weight", lambda t: t["mask_hidden"].ravel()),
+        "two dim",
+    ),
     "no weight": ("peagle-4", without("layers.2.mlp.up_proj.weight"), "up_proj.weight' is missing"),
     "no hidden norm": ("peagle-1", without("layers.0.hidden_norm.weight"), "is missing"),
     "one tensor too many": (
-        "peagle-1", with_tensor("layers.1.norm.weight", lambda t: t["norm.weight"]), "without a place",
+        "peagle-1",
+        with_tensor("layers.1.norm.weight", lambda t: t["norm.weight"]),
+        "without a place",
     ),
     "biases that are not stated": (
-        "peagle-1", with_tensor("layers.0.self_attn.o_proj.bias", lambda t: t["norm.weight"]),
+        "peagle-1",
+        with_tensor("layers.0.self_attn.o_proj.bias", lambda t: t["norm.weight"]),
         "without a place",
     ),
     "a misshapen weight": (
-        "peagle-1", with_tensor("norm.weight", lambda t: t["norm.weight"][:32]), "has shape",
+        "peagle-1",
+        with_tensor("norm.weight", lambda t: t["norm.weight"][:32]),
+        "has shape",
     ),
     "a norm before fc that is not there": (
-        "peagle-norms", without("input_norm.weight"), "says norm_before_fc but",
+        "peagle-norms",
+        without("input_norm.weight"),
+        "says norm_before_fc but",
     ),
     "tap norms that are not there": ("peagle-1", config_with(fc_norm=True), "says fc_norm but"),
     "no d2t": ("peagle-pruned", without("d2t"), "96 of 256 tokens but there is no d2t"),
@@ -194,37 +215,55 @@ REFUSED = {
     ),
     "a short d2t": ("peagle-pruned", with_tensor("d2t", lambda t: t["d2t"][:90]), "has shape"),
     "a d2t that is not sorted": (
-        "peagle-pruned", with_tensor("d2t", lambda t: t["d2t"][::-1]), "ascending",
+        "peagle-pruned",
+        with_tensor("d2t", lambda t: t["d2t"][::-1]),
+        "ascending",
     ),
     "a negative d2t": ("peagle-pruned", with_tensor("d2t", lambda t: t["d2t"] - 200), "ascending"),
     "a permuted full vocabulary": (
-        "peagle-1", with_tensor("d2t", lambda t: np.arange(256)[::-1].copy()), "ascending",
+        "peagle-1",
+        with_tensor("d2t", lambda t: np.arange(256)[::-1].copy()),
+        "ascending",
     ),
     "a pruned head without lm_head": ("eagle3", without("lm_head.weight"), "no lm_head"),
     "another method": (
-        "eagle3", config_with(speculators_model_type="dflash"),
+        "eagle3",
+        config_with(speculators_model_type="dflash"),
         "speculators_model_type 'dflash' is not supported, 'eagle3' or 'peagle' is",
     ),
     "another algorithm": (
         "eagle3",
-        lambda c, t: (c | {"speculators_config": c["speculators_config"] | {"algorithm": "mtp"}}, t),
+        lambda c, t: (
+            c | {"speculators_config": c["speculators_config"] | {"algorithm": "mtp"}},
+            t,
+        ),
         "algorithm 'mtp' is not supported",
     ),
     "a method that the tensors are not of": (
-        "peagle-1", config_with(speculators_model_type="eagle3"),
+        "peagle-1",
+        config_with(speculators_model_type="eagle3"),
         "speculators_model_type is 'eagle3' but the file holds mask_hidden",
     ),
     "a method without its tensors": (
-        "eagle3", config_with(speculators_model_type="peagle"),
+        "eagle3",
+        config_with(speculators_model_type="peagle"),
         "speculators_model_type is 'peagle' but the file holds no mask_hidden",
     ),
-    "layers of another class": ("eagle3", layer_with(model_type="gemma"), "model_type 'gemma' is not"),
+    "layers of another class": (
+        "eagle3",
+        layer_with(model_type="gemma"),
+        "model_type 'gemma' is not",
+    ),
     "a norm that config.json denies": (
-        "peagle-norms", config_with(norm_before_fc=False), "norm_before_fc false but the file holds",
+        "peagle-norms",
+        config_with(norm_before_fc=False),
+        "norm_before_fc false but the file holds",
     ),
     "attention that is not causal": ("peagle-1", layer_with(is_causal=False), "is_causal False"),
     "layers of an unknown type": (
-        "peagle-1", layer_with(layer_types=["chunked_attention"]), "layer_types must name",
+        "peagle-1",
+        layer_with(layer_types=["chunked_attention"]),
+        "layer_types must name",
     ),
     "a logit scale of zero": ("peagle-1", layer_with(logit_scale=0), "logit_scale"),
     "a mask of bytes that are no booleans": (
@@ -233,13 +272,17 @@ REFUSED = {
         "t2d is bool but holds bytes other than 0 and 1",
     ),
     "d2t of floats beside a full vocabulary": (
-        "peagle-1", with_tensor("d2t", lambda t: np.zeros(256, np.float32)), "not whole numbers",
+        "peagle-1",
+        with_tensor("d2t", lambda t: np.zeros(256, np.float32)),
+        "not whole numbers",
     ),
     "another activation": ("peagle-1", layer_with(hidden_act="gelu"), "'gelu'"),
     "another rope": (
-        "peagle-1", layer_with(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)), "'longrope'",
+        "peagle-1",
+        layer_with(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)),
+        "'longrope'",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -1,4 +1,6 @@
-"""Any change to a config.json ends in a config or in one clear error: never in another exception."""
+"""Any change to a config.json ends in a config or in one clear error: never in another
+exception.
+"""
 
 import json
 from pathlib import Path
@@ -19,13 +21,27 @@ FUZZ = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 values = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 9), st.integers(-(2**70), 2**70), st.floats(),
-    st.text(max_size=5), st.lists(st.integers(-2, 70), max_size=3), st.builds(dict),
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 9),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers(-2, 70), max_size=3),
+    st.builds(dict),
     st.lists(st.sampled_from(["full_attention", "sliding_attention", "x"]), max_size=3),
-    st.dictionaries(st.sampled_from(["rope_theta", "rope_type", "factor", "0", "5"]), st.one_of(
-        st.none(), st.integers(-2, 600), st.floats(), st.text(max_size=3), st.builds(dict, head_dim=st.integers(-1, 9)),
-    ), max_size=3),
-)  # fmt: skip
+    st.dictionaries(
+        st.sampled_from(["rope_theta", "rope_type", "factor", "0", "5"]),
+        st.one_of(
+            st.none(),
+            st.integers(-2, 600),
+            st.floats(),
+            st.text(max_size=3),
+            st.builds(dict, head_dim=st.integers(-1, 9)),
+        ),
+        max_size=3,
+    ),
+)
 
 
 def changed(config: dict, draw) -> dict:
@@ -53,9 +69,14 @@ def read_or_refuse(read, where: Path) -> None:
 
 
 TARGETS = [
-    "llama-3.1-8b", "mistral-7b-v0.1", "qwen2.5-7b", "qwen3-8b", "qwen3-coder-30b-a3b", "gpt-oss-20b",
+    "llama-3.1-8b",
+    "mistral-7b-v0.1",
+    "qwen2.5-7b",
+    "qwen3-8b",
+    "qwen3-coder-30b-a3b",
+    "gpt-oss-20b",
     "gemma-4-31b",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -1,4 +1,6 @@
-"""Whatever headers a file has: they are refused, or they make exactly the parameters of the model."""
+"""Whatever headers a file has: they are refused, or they make exactly the parameters of
+the model.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -21,9 +23,16 @@ from tests.checkpoint.test_tables import made
 GOLDEN = Path(__file__).parents[1] / "golden"
 FUZZ = settings(deadline=None, derandomize=True)
 NAMES = (
-    "gpt_oss-mxfp4", "gpt_oss-bf16", "qwen3_moe-bf16", "qwen3_moe-fp8", "qwen3-fp8-channel",
-    "llama-fp8-tensor", "mistral", "qwen2", "gemma4",
-)  # fmt: skip
+    "gpt_oss-mxfp4",
+    "gpt_oss-bf16",
+    "qwen3_moe-bf16",
+    "qwen3_moe-fp8",
+    "qwen3-fp8-channel",
+    "llama-fp8-tensor",
+    "mistral",
+    "qwen2",
+    "gemma4",
+)
 
 
 @cache

@@ -1,4 +1,6 @@
-"""What a loaded model holds: stored forms kept, weights quantised on request, files written back."""
+"""What a loaded model holds: stored forms kept, weights quantised on request, files
+written back.
+"""
 
 import json
 import shutil

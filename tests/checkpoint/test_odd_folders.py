@@ -1,4 +1,6 @@
-"""Folders that other programs write, and hostile ones: they load, or one short line says why not."""
+"""Folders that other programs write, and hostile ones: they load, or one short line
+says why not.
+"""
 
 import json
 import logging

@@ -1,4 +1,6 @@
-"""Quantised files that look alike: what is loaded has the values of the file, all else is refused by name."""
+"""Quantised files that look alike: what is loaded has the values of the file, all else is refused
+by name.
+"""
 
 import copy
 import json
@@ -60,7 +62,7 @@ def assert_same(folder: Path, name: str) -> None:
         (dict(transform_config={"config_groups": {"R1": {}}}), {}, "transform_config"),
         (dict(sparsity_config={"format": "sparse-24-bitmask"}), {}, "'sparse-24-bitmask' is not"),
     ],
-)  # fmt: skip
+)
 def test_formats_of_compressed_tensors_are_refused_by_name(changes, group, rule, tmp_path):
     """`float-quantized` with four bits, and an integer in eight, have tensors of known names."""
     raw = config(CHANNEL)

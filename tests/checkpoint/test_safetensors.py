@@ -35,8 +35,11 @@ def file_of(header: dict | bytes, data: bytes = b"") -> bytes:
 
 
 def entry(begin: int, end: int, dtype: str = "F32", shape: list | None = None) -> dict:
-    return dict(dtype=dtype, shape=[(end - begin) // 4] if shape is None else shape,
-                data_offsets=[begin, end])  # fmt: skip
+    return dict(
+        dtype=dtype,
+        shape=[(end - begin) // 4] if shape is None else shape,
+        data_offsets=[begin, end],
+    )
 
 
 def test_files_of_the_library_read_the_same(tmp_path):
@@ -97,7 +100,10 @@ REFUSED = {
     "one offset": (file_of({"x": entry(0, 8) | {"data_offsets": [8]}}, eight), "bad header entry"),
     "shape of text": (file_of({"x": entry(0, 8, shape=["a"])}, eight), "bad header entry"),
     "numbers as text": (file_of({"x": entry(0, 8, shape=["2"])}, eight), "bad header entry"),
-    "numbers with a fraction": (file_of({"x": entry(0, 8, shape=[2.0])}, eight), "bad header entry"),
+    "numbers with a fraction": (
+        file_of({"x": entry(0, 8, shape=[2.0])}, eight),
+        "bad header entry",
+    ),
     "size against shape": (file_of({"x": entry(0, 8, shape=[3])}, eight), "which disagree"),
     "size against dtype": (file_of({"x": entry(0, 8, "F64", [2])}, eight), "which disagree"),
     "negative shape": (file_of({"x": entry(0, 8, shape=[-2, -1])}, eight), "which disagree"),
@@ -111,7 +117,7 @@ REFUSED = {
         file_of(b'{"x": %b, "x": %b}' % ((json.dumps(entry(0, 8)).encode(),) * 2), eight),
         "used twice",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -128,7 +134,9 @@ def test_broken_files_are_refused_as_the_library_refuses_them(case, tmp_path):
 
 
 def test_files_with_random_damage_are_refused_or_read_and_nothing_else(tmp_path, num_cases):
-    """The same verdict as the library for each mutation of a header, and never another exception."""
+    """The same verdict as the library for each mutation of a header, and never another
+    exception.
+    """
     rng = random.Random(0)
     path = tmp_path / "model.safetensors"
     tensors = {"a": np.zeros((2, 3), np.float32), "b": np.ones(4, np.int64)}
@@ -256,24 +264,31 @@ FOLDERS = {
     "truncated shard": (cut_shard, "b.safetensors: truncated: tensor 'b'"),
     "index of nothing": (lambda f: index(f, {}), "not a weight index"),
     "index nested without end": (
-        lambda f: (f / "model.safetensors.index.json").write_text("[" * 99_999), "not a weight index",
+        lambda f: (f / "model.safetensors.index.json").write_text("[" * 99_999),
+        "not a weight index",
     ),
-    "shard in a folder below": (lambda f: index(f, {"a": "x/a.safetensors"}), "not a file beside it"),
+    "shard in a folder below": (
+        lambda f: index(f, {"a": "x/a.safetensors"}),
+        "not a file beside it",
+    ),
     "shard without a name": (lambda f: index(f, {"a": ".."}), "which is missing"),
     "shard outside of the folder": (outside, "not a file beside it"),
     "shard by absolute path": (absolute, "not a file beside it"),
     "index without a map": (
-        lambda f: (f / "model.safetensors.index.json").write_text("{}"), "not a weight index",
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        "not a weight index",
     ),
     "index that is a list": (
-        lambda f: (f / "model.safetensors.index.json").write_text("[]"), "not a weight index",
+        lambda f: (f / "model.safetensors.index.json").write_text("[]"),
+        "not a weight index",
     ),
     "index that is no json": (
-        lambda f: (f / "model.safetensors.index.json").write_text("{"), "not a weight index",
+        lambda f: (f / "model.safetensors.index.json").write_text("{"),
+        "not a weight index",
     ),
     "map to numbers": (lambda f: index(f, {"a": 1}), "not a weight index"),
     "map to nothing and to text": (lambda f: index(f, {"a": None, "b": "x"}), "not a weight index"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", FOLDERS)

@@ -1,4 +1,6 @@
-"""Parameters that threads read equal those that are joined one by one, and failures of threads are clear."""
+"""Parameters that threads read equal those that are joined one by one, and failures of threads are
+clear.
+"""
 
 import shutil
 import threading
@@ -22,9 +24,18 @@ from tests.convert.conftest import GOLDEN
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 TARGETS = (
-    "gemma4", "gpt_oss-bf16", "gpt_oss-mxfp4", "llama", "llama-fp8-tensor", "mistral", "qwen2", "qwen3",
-    "qwen3-fp8-channel", "qwen3_moe-bf16", "qwen3_moe-fp8",
-)  # fmt: skip
+    "gemma4",
+    "gpt_oss-bf16",
+    "gpt_oss-mxfp4",
+    "llama",
+    "llama-fp8-tensor",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3-fp8-channel",
+    "qwen3_moe-bf16",
+    "qwen3_moe-fp8",
+)
 
 
 @pytest.fixture
@@ -60,7 +71,9 @@ def test_every_bit_is_that_of_the_joined_tensors(name, dtype, small_reads):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_memory_that_is_used_again_belongs_to_no_array_that_waits(name, small_reads):
-    """As on an accelerator: arrays are copies, and the host's memory is overwritten by later groups."""
+    """As on an accelerator: arrays are copies, and the host's memory is overwritten by later
+    groups.
+    """
     checkpoint, found = Checkpoint(GOLDEN / name), {}
     model = load_target(GOLDEN / name, dtype="float32")
     wanted = joined_parameters(name, model.config, "float32")

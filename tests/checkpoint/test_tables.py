@@ -1,4 +1,6 @@
-"""Layouts of the released checkpoints, from their headers alone; and tensors that do not fit together."""
+"""Layouts of the released checkpoints, from their headers alone; and tensors that do not fit
+together.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -243,7 +245,8 @@ def test_what_is_missing_and_what_is_left_over_is_listed():
 
 REFUSED = {
     "fp8 without a scale": (
-        "qwen3", lambda t: with_dtype(t, QKV, released.FP8), "weight_scale_inv nor its weight_scale",
+        "qwen3", lambda t: with_dtype(t, QKV, released.FP8), "weight_scale_inv nor its "
+                                                             "weight_scale",
     ),
     "one of three quantised": (
         "qwen3",
@@ -253,12 +256,14 @@ REFUSED = {
     "q in float32, k and v in bfloat16": (
         "qwen3",
         lambda t: with_dtype(t, QKV[:1], np.float32),
-        r"q_proj.weight is float32 but .*k_proj.weight is bfloat16; .*\(float32 holds both exactly\)",
+        r"q_proj.weight is float32 but .*k_proj.weight is bfloat16; .*\(float32 holds both "
+        r"exactly\)",
     ),
     "q in bfloat16, k and v in float16": (
         "llama",
         lambda t: with_dtype(t, QKV[1:], np.float16),
-        r"q_proj.weight is bfloat16 but .*k_proj.weight is float16; .*\(float32 holds both exactly\)",
+        r"q_proj.weight is bfloat16 but .*k_proj.weight is float16; .*\(float32 holds both "
+        r"exactly\)",
     ),
     "gate and up in two dtypes": (
         "gemma4",

@@ -147,10 +147,13 @@ def test_ropes_that_only_have_a_factor(kind, scaling, tmp_path):
     [
         (dict(mlp_only_layers=[0, 3, 99]), (0, 3)),
         (dict(decoder_sparse_step=2), tuple(range(0, 48, 2))),
-        (dict(decoder_sparse_step=3, mlp_only_layers=[2]), (0, 1, 2, *(i for i in range(3, 48) if i % 3 != 2))),
+        (
+            dict(decoder_sparse_step=3, mlp_only_layers=[2]),
+            (0, 1, 2, *(i for i in range(3, 48) if i % 3 != 2)),
+        ),
         (dict(decoder_sparse_step=100), tuple(range(48))),
     ],
-)  # fmt: skip
+)
 def test_dense_layers_of_qwen3_moe(stated, dense, tmp_path):
     config = read(tmp_path, "qwen3-coder-30b-a3b", **stated)
     assert config.experts.dense_layers == dense
@@ -224,7 +227,10 @@ def quantized(**fields) -> dict:
 
 REFUSED = {
     "llama-3.1-8b": [
-        (dict(model_type="phi3"), "model_type 'phi3' is not supported; gemma4, llama, mistral, qwen2"),
+        (
+            dict(model_type="phi3"),
+            "model_type 'phi3' is not supported; gemma4, llama, mistral, qwen2",
+        ),
         (dict(model_type=None), "model_type None is not supported"),
         (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported, 'silu' is"),
         (dict(use_sliding_window=True), "use_sliding_window True is not supported, False is"),
@@ -256,7 +262,10 @@ REFUSED = {
         (dict(layer_types=["linear_attention"] * 36), "layer_types must name"),
     ],
     "qwen3-coder-30b-a3b": [
-        (dict(mlp_only_layers=["0"]), r"mlp_only_layers must be a list of layer numbers, not \['0'\]"),
+        (
+            dict(mlp_only_layers=["0"]),
+            r"mlp_only_layers must be a list of layer numbers, not \['0'\]",
+        ),
         (dict(use_sliding_window=True), "use_sliding_window True"),
     ],
     "mistral-7b-v0.1": [
@@ -271,7 +280,7 @@ REFUSED = {
     "gpt-oss-20b": [
         (dict(swiglu_alpha=1.5), "swiglu_alpha 1.5 is not supported, 1.702 is"),
     ],
-}  # fmt: skip
+}
 REFUSED_GEMMA = [
     (dict(num_kv_shared_layers=20), "num_kv_shared_layers 20 is not supported, 0 is"),
     (dict(hidden_size_per_layer_input=256), "hidden_size_per_layer_input 256 is not supported"),
@@ -316,10 +325,14 @@ def test_gemma_without_its_text_config_is_refused(tmp_path):
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "not valid JSON"), ("[1]", "not a JSON object"), ("[" * 9999, "not valid JSON"),
-     ('{"eos_token_id": "</s>"}', "eos_token_id must be a token id|model_type None"),
-     ('{"eos_token_id": [1, -2]}', "eos_token_id must be a token id|model_type None")],
-)  # fmt: skip
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "not a JSON object"),
+        ("[" * 9999, "not valid JSON"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id must be a token id|model_type None"),
+        ('{"eos_token_id": [1, -2]}', "eos_token_id must be a token id|model_type None"),
+    ],
+)
 def test_broken_json_is_refused_and_names_its_file(file, text, message, tmp_path):
     write_config(tmp_path, *released.CONFIGS["llama-3.1-8b"])
     (tmp_path / file).write_text(text)

@@ -1,6 +1,7 @@
 """config.json ties lm_head to the embedding and the file holds both: tied only if they are equal.
 
-transformers does so (`PreTrainedModel.tie_weights`): equal weights are tied, different ones are both used.
+transformers does so (`PreTrainedModel.tie_weights`): equal weights are tied, different ones are
+both used.
 """
 
 import json
@@ -56,8 +57,8 @@ def lm_head_of(folder: Path) -> np.ndarray:
 
 
 def test_the_logits_are_those_of_transformers(tmp_path):
-    """PyTorch computed the golden logits with the file's own lm_head; transformers 5.23 computes the same
-    ones with `tie_word_embeddings: true`."""
+    """PyTorch computed the golden logits with the file's own lm_head; transformers 5.23 computes
+    the same ones with `tie_word_embeddings: true`."""
     want = load_file(GOLDEN / "expected" / "llama.safetensors")
     folder = copy_of("llama", tmp_path / "src", tied=True)
     tokens = jnp.asarray(want["tokens"], jnp.int32)

@@ -58,7 +58,9 @@ def test_marks_fit_the_stream(stream, environ, wanted):
 
 
 def updates(tokens: list[int], wrong: int):
-    """One token by prefill, then rounds of two tokens: a draft that passes, and one that does not."""
+    """One token by prefill, then rounds of two tokens: a draft that passes, and one
+    that does not.
+    """
     yield tokens[:1], None
     for place in range(1, len(tokens), 2):
         pair = tokens[place : place + 2]

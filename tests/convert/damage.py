@@ -1,6 +1,7 @@
 """Damage to small checkpoints and to converted folders; everything follows from a random generator.
 
-`damaged(folder, rng)` changes a `Folder` in one to three places, then perhaps its files, and says where.
+`damaged(folder, rng)` changes a `Folder` in one to three places, then perhaps its files, and says
+where.
 """
 
 import json
@@ -17,13 +18,60 @@ from peagle_jax.checkpoint.safetensors import DTYPES, INDEX
 from tests.convert.seeds import Folder, as_json
 
 WILD = [
-    None, True, False, 0, 1, -1, 2, 3, 7, 16, 64, 100, 256, 10**12, 2**31, 10**400, 0.5, 1.0, -0.5, 1e-300,
-    1e39, float("nan"), float("inf"), "", "x", "silu", "64", "llama", "llama3", "yarn", "default", [], [1],
-    [[]], [None], {}, {"rope_type": "yarn"}, {"0": {}}, ["sliding_attention"], ["full_attention"] * 2,
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    16,
+    64,
+    100,
+    256,
+    10**12,
+    2**31,
+    10**400,
+    0.5,
+    1.0,
+    -0.5,
+    1e-300,
+    1e39,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "silu",
+    "64",
+    "llama",
+    "llama3",
+    "yarn",
+    "default",
+    [],
+    [1],
+    [[]],
+    [None],
+    {},
+    {"rope_type": "yarn"},
+    {"0": {}},
+    ["sliding_attention"],
+    ["full_attention"] * 2,
+]
 _MORE_KEYS = sorted({*ROPE_KEYS, *UNSUPPORTED, *(key for table in KEYS.values() for key in table)})
-_ROPE_MORE = ["rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
-              "original_max_position_embeddings", "beta_fast", "mscale", "partial_rotary_factor"]  # fmt: skip
+_ROPE_MORE = [
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "mscale",
+    "partial_rotary_factor",
+]
 
 
 def _place(raw: dict, rng: Random) -> dict:
@@ -147,10 +195,18 @@ _ENDS = ["_scale", "_scale_inv", ".bias", "_blocks", ".rotary_emb.inv_freq", ".i
 
 def rename(folder: Folder, rng: Random) -> str:
     name = _pick(folder, rng)
-    new = rng.choice([
-        name.replace("weight", "bias"), name + rng.choice(_ENDS), "model." + name, _pick(folder, rng),
-        name.replace("layers.0", "midlayer"), name.replace("layers.0", "layers.1"), "", "é\n\x00",
-    ])  # fmt: skip
+    new = rng.choice(
+        [
+            name.replace("weight", "bias"),
+            name + rng.choice(_ENDS),
+            "model." + name,
+            _pick(folder, rng),
+            name.replace("layers.0", "midlayer"),
+            name.replace("layers.0", "layers.1"),
+            "",
+            "é\n\x00",
+        ]
+    )
     one = folder.tensors.pop(name)
     folder.tensors[new] = one
     return f"{name}: renamed {new!r}"
@@ -164,7 +220,9 @@ def double(folder: Folder, rng: Random) -> str:
 
 
 def poison(folder: Folder, rng: Random) -> str:
-    """NaN, infinity, zero, negative or extreme numbers among a tensor's values; or other whole numbers."""
+    """NaN, infinity, zero, negative or extreme numbers among a tensor's values; or other whole
+    numbers.
+    """
     name = _pick(folder, rng)
     scales = [one for one in sorted(folder.tensors) if "scale" in one or one in ("d2t", "t2d")]
     if scales and rng.random() < 0.5:

@@ -1,4 +1,6 @@
-"""Scales without a value are refused by plan, convert and load; NaN and infinity are counted and named."""
+"""Scales without a value are refused by plan, convert and load; NaN and infinity are counted and
+named.
+"""
 
 import shutil
 from pathlib import Path

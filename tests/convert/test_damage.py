@@ -1,4 +1,6 @@
-"""Damaged checkpoints: all five commands and direct loading refuse them in one line, or read them alike."""
+"""Damaged checkpoints: all five commands and direct loading refuse them in one line, or read them
+alike.
+"""
 
 import atexit
 import contextlib
@@ -27,7 +29,9 @@ from tests.convert.seeds import SEEDS, seed, write
 NUM_CHUNKS = 24
 CASES_PER_CHUNK = 125
 FULL_LOADS = 12
-"""One in this many intact checkpoints is loaded as a model from both folders; of the others the arrays are compared."""
+"""One in this many intact checkpoints is loaded as a model from both folders; of the others the
+arrays are compared.
+"""
 CONVERTED = 0.15
 """Share of cases that damage a converted folder instead."""
 
@@ -147,7 +151,8 @@ def options_of(folder: Path) -> list:
 
 
 def check_converted(base: Path, name: str, rng: Random) -> list[str]:
-    """Damages a converted folder: `verify` and `export` must refuse it or give the original values. Returns the damage.
+    """Damages a converted folder: `verify` and `export` must refuse it or give the original values.
+    Returns the damage.
 
     Raises:
       Broken: names the property.
@@ -243,14 +248,22 @@ DEFECTS = {
     ),
     "another exit code": ("convert.summary.inspect", _raise(SystemExit(3)), "inspect: exit code 3"),
     "verify that fails": (
-        "convert.verify.verify", _raise(CheckpointError("x")), "verify does not confirm",
+        "convert.verify.verify",
+        _raise(CheckpointError("x")),
+        "verify does not confirm",
     ),
     "export that fails": ("convert.export.export", _raise(CheckpointError("x")), "export does not"),
     "other values": (
-        "peagle_jax.checkpoint.converted.Converted.joined", _zeros, "folder has other values",
+        "peagle_jax.checkpoint.converted.Converted.joined",
+        _zeros,
+        "folder has other values",
     ),
-    "plan that refuses alone": ("convert.plan.make_plan", _raise(CheckpointError("x")), "but loading"),
-}  # fmt: skip
+    "plan that refuses alone": (
+        "convert.plan.make_plan",
+        _raise(CheckpointError("x")),
+        "but loading",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", DEFECTS)

@@ -41,27 +41,47 @@ BROKEN = {
     "a file twice": (lambda raw: raw["source"]["files"].append(file(raw)), "is listed twice"),
     "a negative size": (lambda raw: file(raw).update(size=-1), "size must be a whole number"),
     "a sum that is none": (lambda raw: file(raw).update(header_sha256="x"), "header_sha256 'x'"),
-    "files that are none": (lambda raw: raw["source"].update(files=[1]), "must be a list of objects"),
-    "a tensor of no file": (lambda raw: tensor(raw).update(file="y.safetensors"), "which is not listed"),
-    "a tensor past its file": (lambda raw: tensor(raw).update(end=10**9), "end must be a whole number"),
+    "files that are none": (
+        lambda raw: raw["source"].update(files=[1]),
+        "must be a list of objects",
+    ),
+    "a tensor of no file": (
+        lambda raw: tensor(raw).update(file="y.safetensors"),
+        "which is not listed",
+    ),
+    "a tensor past its file": (
+        lambda raw: tensor(raw).update(end=10**9),
+        "end must be a whole number",
+    ),
     "a tensor that lies": (lambda raw: tensor(raw).update(shape=[7]), "which disagree"),
     "a tensor without a sum": (lambda raw: tensor(raw).pop("sha256"), "states no sha256"),
-    "a tensor of nobody": (lambda raw: raw["tensors"].update(x=tensor(raw)), "'x' is held by no para"),
+    "a tensor of nobody": (
+        lambda raw: raw["tensors"].update(x=tensor(raw)),
+        "'x' is held by no para",
+    ),
     "a group outside": (lambda raw: first(raw).update(group="../0000"), "group '../0000'"),
     "a path outside": (lambda raw: first(raw).update(path=["..", "x"]), "not a module path"),
     "no path": (lambda raw: first(raw).update(path=[]), "a path is empty"),
     "a path twice": (
-        lambda raw: raw["parameters"][1].update(path=first(raw)["path"]), "two parameters have one path",
+        lambda raw: raw["parameters"][1].update(path=first(raw)["path"]),
+        "two parameters have one path",
     ),
     "a dtype of tomorrow": (lambda raw: first(raw).update(dtype="F2"), "dtype 'F2' is unknown"),
     "a shape of texts": (lambda raw: first(raw).update(shape=["a"]), "is not a shape"),
     "names that are none": (lambda raw: first(raw).update(names=[[]]), "are not names of tensors"),
-    "a name that is not there": (lambda raw: first(raw).update(names=["x"]), "'x', which is not listed"),
-    "a name twice": (
-        lambda raw: raw["parameters"][1].update(names=first(raw)["names"]), "held by two parameters",
+    "a name that is not there": (
+        lambda raw: first(raw).update(names=["x"]),
+        "'x', which is not listed",
     ),
-    "counts of nothing": (lambda raw: raw["not_finite"].update(x={"nan": 1, "inf": 0}), "tensor 'x'"),
-}  # fmt: skip
+    "a name twice": (
+        lambda raw: raw["parameters"][1].update(names=first(raw)["names"]),
+        "held by two parameters",
+    ),
+    "counts of nothing": (
+        lambda raw: raw["not_finite"].update(x={"nan": 1, "inf": 0}),
+        "tensor 'x'",
+    ),
+}
 
 
 def test_a_manifest_that_describes_other_arrays_than_its_tensors_make_is_refused(

@@ -1,4 +1,6 @@
-"""The memory of a conversion is a few copies of its largest parameter, however large the model is."""
+"""The memory of a conversion is a few copies of its largest parameter, however large
+the model is.
+"""
 
 import json
 import subprocess
@@ -37,9 +39,12 @@ def peak_of(*argv) -> int:
 def write_zeros(folder: Path) -> int:
     """A target of zeros, which take no room on disk; returns its bytes."""
     config = replace(
-        with_layers(PRESETS["qwen3-coder-30b-a3b"], 4), vocab_size=30_000, eos_ids=(2,), bos_id=1,
+        with_layers(PRESETS["qwen3-coder-30b-a3b"], 4),
+        vocab_size=30_000,
+        eos_ids=(2,),
+        bos_id=1,
         experts=replace(PRESETS["qwen3-coder-30b-a3b"].experts, num_experts=40),
-    )  # fmt: skip
+    )
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(target_json(config, "bfloat16")))
     header, end = {}, 0

@@ -73,10 +73,12 @@ def test_inspect_names_what_a_folder_holds(name, kind, quantization, cli):
 def test_inspect_describes_scales_of_any_shape(cli, tmp_path):
     fp8, one = np.dtype("float8_e4m3fn"), np.float32
     tensors = {
-        "a.weight": np.zeros((), fp8), "a.weight_scale": np.zeros(2, one),
-        "b.weight": np.zeros((4, 2), fp8), "b.weight_scale": np.zeros((4, 1), one),
+        "a.weight": np.zeros((), fp8),
+        "a.weight_scale": np.zeros(2, one),
+        "b.weight": np.zeros((4, 2), fp8),
+        "b.weight_scale": np.zeros((4, 1), one),
         "c.weight": np.zeros((4, 2), fp8),
-    }  # fmt: skip
+    }
     write(tmp_path / "model.safetensors", tensors)
     code, out, _ = cli("inspect", tmp_path)
     assert code == 0

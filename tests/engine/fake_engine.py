@@ -1,4 +1,6 @@
-"""A scheduler and `FakeDevice` in the engine's loop, and what must hold of each request at its end."""
+"""A scheduler and `FakeDevice` in the engine's loop, and what must hold of each request
+at its end.
+"""
 
 import random
 from collections import Counter
@@ -220,7 +222,9 @@ def check_finished(request: Request, engine: FakeEngine, matcher: Matcher | None
 
 
 def random_prompt(rng: random.Random, most: int, earlier: list[Request]) -> list[int]:
-    """1 to `most` tokens: random, the start of one of three texts, or of an earlier request's text."""
+    """1 to `most` tokens: random, the start of one of three texts, or of an earlier
+    request's text.
+    """
     kind = rng.random()
     if kind < 0.4:
         length = rng.choice([rng.randint(1, 8), rng.randint(1, most)])

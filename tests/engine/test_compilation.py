@@ -1,4 +1,6 @@
-"""Programs that child processes compile onto disk: what the engine loads, and children that fail."""
+"""Programs that child processes compile onto disk: what the engine loads, and children
+that fail.
+"""
 
 import contextlib
 import os

@@ -186,7 +186,9 @@ def test_a_matcher_beyond_its_limits_fails_its_request_and_no_other():
 
 
 def test_forced_tokens_are_verified_like_drafts():
-    """The word's only continuation is drafted, whatever the drafter says, and is the target's too."""
+    """The word's only continuation is drafted, whatever the drafter says, and is the
+    target's too.
+    """
     engine = FakeEngine(make_config(J=4, B=1, max_len=64, Z=8, P=None, T=16, R=1), lag=0)
     request = engine.add([1], max_tokens=40, matcher=matcher_of('start: "ABCDEFGHIJ"'))
     engine.drain()

@@ -1,4 +1,6 @@
-"""Sampling controls in the engine: with drafts the text is the one without, whatever else happens."""
+"""Sampling controls in the engine: with drafts the text is the one without, whatever
+else happens.
+"""
 
 from dataclasses import replace
 

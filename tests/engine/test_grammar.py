@@ -331,7 +331,9 @@ SPELLED = "a<|endoftext|>b<|pad|>"
     ids=lambda one: one.kind,
 )
 def test_the_spelling_of_a_special_token_is_text(plain, structured):
-    """Where the grammar forces these characters, the tokens of the text do, and no special token."""
+    """Where the grammar forces these characters, the tokens of the text do, and no
+    special token.
+    """
     made = grammars(plain)
     matcher, tokens = made.compile(structured), []
     while True:

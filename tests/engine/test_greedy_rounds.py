@@ -103,7 +103,9 @@ def test_greedy_rounds_compile_after_the_first_round_of_each_batch_size():
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("rounds_per_call", [1, 3])
 def test_texts_survive_any_sequence_of_both_programs(rounds_per_call, num_cases):
-    """Requests come, are preempted and are aborted at random, so the batch changes in most rounds."""
+    """Requests come, are preempted and are aborted at random, so the batch changes in
+    most rounds.
+    """
     sizes = dict(num_pages=13, prefix_caching=False, rounds_per_call=rounds_per_call)
     engine = Engine(
         tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), config(True, **sizes)

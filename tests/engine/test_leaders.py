@@ -80,7 +80,9 @@ def test_a_follower_goes_on_if_its_leader_ends(windows):
 
 
 def test_a_follower_without_memory_is_not_overtaken():
-    """Two requests fill the pool when the leader is done; the follower then gets the first pages."""
+    """Two requests fill the pool when the leader is done; the follower then gets the
+    first pages.
+    """
     engine = make_engine(B=4, pages=40, R=3, N=1)
     leader, follower = add(engine, BEGINNING, 1), add(engine, BEGINNING, 2)
     others = [engine.add([30 + i] * 44, max_tokens=12, ignore_eos=True) for i in range(2)]

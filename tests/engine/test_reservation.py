@@ -1,4 +1,6 @@
-"""Pages ahead of a text: its plan stays the same for many rounds, and a short pool gives them back."""
+"""Pages ahead of a text: its plan stays the same for many rounds, and a short pool
+gives them back.
+"""
 
 import pytest
 

@@ -58,7 +58,9 @@ def aws(config: dict, tensors: dict) -> Head:
 
 
 def specforge_peagle(config: dict, tensors: dict) -> Head:
-    """SpecForge's P-EAGLE: layers counted from 0; it writes no mask token, people add it to serve."""
+    """SpecForge's P-EAGLE: layers counted from 0; it writes no mask token, people add
+    it to serve.
+    """
     raw = flat_llama(
         config,
         architectures=["PEagleDraftModel"],

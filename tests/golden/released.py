@@ -133,7 +133,9 @@ def _qwen3(**fields) -> dict:
 
 
 def qwen3_moe(**changes) -> dict:
-    """Qwen3-Coder. `intermediate_size` belongs to dense layers, of which released models have none."""
+    """Qwen3-Coder. `intermediate_size` belongs to dense layers, of which released
+    models have none.
+    """
     return (
         _qwen3(
             architectures=["Qwen3MoeForCausalLM"],

@@ -1,4 +1,6 @@
-"""Linear layers over plain, fp8 and mxfp4 weights against float64, and against themselves unpacked."""
+"""Linear layers over plain, fp8 and mxfp4 weights against float64, and against
+themselves unpacked.
+"""
 
 import jax
 import jax.numpy as jnp

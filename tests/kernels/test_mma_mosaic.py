@@ -16,7 +16,9 @@ from tests.kernels.test_mxfp4_mosaic import registers
 
 @pytest.mark.parametrize("columns", [16, 64])
 def test_an_operand_of_mma_is_in_the_registers_of_wgmma(columns):
-    """`as_operand` gives registers another layout and moves nothing; no interpreter sees registers."""
+    """`as_operand` gives registers another layout and moves nothing; no interpreter
+    sees registers.
+    """
     numbers = np.arange(64 * columns).reshape(64, columns)
     to = plgpu.Layout.MMA_LHS(jnp.bfloat16).to_mgpu()
     found, wanted = registers(numbers, mlir.WGMMA_LAYOUT), registers(numbers, to)

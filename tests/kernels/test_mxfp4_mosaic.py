@@ -194,7 +194,9 @@ def test_threads_hold_the_columns_that_they_are_to_multiply(half):
 
 @pytest.mark.parametrize("group", [0, 7])
 def test_threads_of_blackwell_hold_the_columns_that_they_are_to_store(group):
-    """A thread has a row: its bytes 16 .. 31 are group 1, whose pairs it stores in arranged order."""
+    """A thread has a row: its bytes 16 .. 31 are group 1, whose pairs it stores in
+    arranged order.
+    """
     from pallas_kernels import mlir_compat as mlir
     from pallas_kernels.weight_tiles.mxfp4 import STEP, arrange
 

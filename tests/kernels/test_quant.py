@@ -63,7 +63,9 @@ def test_quantising_what_was_quantised_changes_nothing(dtype):
 
 
 def test_rounding_is_that_of_ml_dtypes():
-    """Random floats of every size, the codes themselves, what lies between two, and next to that."""
+    """Random floats of every size, the codes themselves, what lies between two, and
+    next to that.
+    """
     rng = np.random.default_rng(0)
     floats = rng.integers(0, 2**32, 200_000, np.uint32).view(np.float32)
     codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)

@@ -105,7 +105,9 @@ def rest(D: int, *, factor: bool, dtype=jnp.bfloat16) -> dict:
 
 
 def in_steps(h, total, scale, inner, factor=None, implementation=None) -> tuple:
-    """(sum, norm) of `add_rms_norm`, from the sum of the parts: each step an operation of its own."""
+    """(sum, norm) of `add_rms_norm`, from the sum of the parts: each step an operation
+    of its own.
+    """
     norm = functools.partial(rms_norm, implementation=implementation)
     h = h + norm(total.astype(h.dtype), inner[0], eps=inner[1])
     h = h if factor is None else h * factor

@@ -334,7 +334,9 @@ def test_rtx_cards_run_the_reference_with_heads_that_their_registers_do_not_hold
 
 @on_each_chip
 def test_tuning_leaves_the_arithmetic_alone(chip):
-    """`key_block` and `splits`, which a result depends on, follow from the head dim and the window."""
+    """`key_block` and `splits`, which a result depends on, follow from the head dim and
+    the window.
+    """
     seen = {}
     for spec in SPECS.values():
         shape = (spec.batch, spec.rows, spec.heads, spec.head_dim)

@@ -167,7 +167,9 @@ def test_cutoffs_are_those_of_one_device(count, num_cases):
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_cutoffs_of_top_p_are_those_of_one_device(count):
-    """Probabilities 1/2, 1/4, ... in any order: no sum is near a goal, so rounding decides nothing."""
+    """Probabilities 1/2, 1/4, ... in any order: no sum is near a goal, so rounding
+    decides nothing.
+    """
     powers = np.log(2.0) * -np.arange(V)
     rows = [np.random.default_rng(i).permutation(powers) for i in range(9)]
     logits = np.float32(rows).reshape(3, 3, V)

@@ -35,7 +35,9 @@ def shared_programs():
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    """Byte-level BPE of 128 tokens: printable ASCII, space and pairs of letters; chats are lines."""
+    """Byte-level BPE of 128 tokens: printable ASCII, space and pairs of letters; chats
+    are lines.
+    """
     letters = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ"]
     pairs = [(a, b) for a in "abcdef" for b in "ghijkl"][: tiny.TARGET.vocab_size - len(letters)]
     tokens = [*letters, *(a + b for a, b in pairs)]

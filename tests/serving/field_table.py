@@ -1,4 +1,6 @@
-"""`python -m tests.serving.field_table FILE` writes docs/fields.md: what is done with each field."""
+"""`python -m tests.serving.field_table FILE` writes docs/fields.md: what is done with
+each field.
+"""
 
 import sys
 import textwrap

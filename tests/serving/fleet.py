@@ -1,4 +1,6 @@
-"""Servers as processes behind the smg gateway, and clients that send requests to it all the time."""
+"""Servers as processes behind the smg gateway, and clients that send requests to it all
+the time.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""A server within the test's process: its event loop runs in a thread, clients talk to it over TCP."""
+"""A server within the test's process: its event loop runs in a thread, clients talk to
+it over TCP.
+"""
 
 import asyncio
 import contextlib
@@ -135,7 +137,9 @@ class LiveServer:
                 pace.release(1_000_000)
 
     def unmerged(self) -> contextlib.AbstractContextManager:
-        """Within the block a round begins only once all streams have been read, so no deltas merge."""
+        """Within the block a round begins only once all streams have been read, so no
+        deltas merge.
+        """
 
         def all_read() -> bool:
             streams = self.frontend.admission.streams

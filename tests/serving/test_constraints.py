@@ -151,7 +151,9 @@ def test_hostile_constraints_stall_neither_the_loop_nor_other_constraints(engine
 
 
 class Held:
-    """Checks that end when a test releases them: each refuses its constraint with the rule "held"."""
+    """Checks that end when a test releases them: each refuses its constraint with the
+    rule "held".
+    """
 
     def __init__(self, monkeypatch):
         self.asked: list[str] = []
@@ -193,7 +195,9 @@ def test_a_known_constraint_does_not_wait_for_checks(engine, monkeypatch):
 
 @pytest.mark.parametrize("by_token", [True, False])
 def test_callers_take_turns(engine, monkeypatch, by_token):
-    """A caller with one constraint waits for the checks under way, not for all of another caller's."""
+    """A caller with one constraint waits for the checks under way, not for all of
+    another caller's.
+    """
 
     async def work(made):
         held = Held(monkeypatch)

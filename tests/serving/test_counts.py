@@ -1,4 +1,6 @@
-"""Every interface reports the same counts of a request's drafts, and they are of what was emitted."""
+"""Every interface reports the same counts of a request's drafts, and they are of what
+was emitted.
+"""
 
 from dataclasses import dataclass, field
 

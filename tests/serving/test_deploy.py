@@ -261,7 +261,9 @@ def test_prometheus_scrapes_what_runs(name, stages):
     ],
 )
 def test_servers_of_kubernetes_exist_and_may_drain(name, key, stages):
-    """preStop and the drain both count against the grace period; then the last round and messages."""
+    """preStop and the drain both count against the grace period; then the last round
+    and messages.
+    """
     all_objects = objects(name)
     owner = all_objects[key]
     template = owner["template"]

@@ -304,7 +304,9 @@ def test_another_model_is_not_found_by_openais_code(post):
 
 
 def test_anthropics_tool_runner_sends_the_whole_conversation(scripted, claude):
-    """It begins a thread on the server, and goes on without one where the error's details say so."""
+    """It begins a thread on the server, and goes on without one where the error's
+    details say so.
+    """
     scripted.say(CALL, "It says 1.")
 
     @anthropic.beta_tool

@@ -214,7 +214,9 @@ def test_the_death_of_a_client_frees_everything(server, reports, pace):
 
 @pytest.mark.slow
 def test_a_client_that_stops_reading_delays_no_other(server):
-    """Its stream is larger than the HTTP/2 window, so that the server has to wait for the reader."""
+    """Its stream is larger than the HTTP/2 window, so that the server has to wait for
+    the reader.
+    """
     stopping = pb.Stopping(max_tokens=500, ignore_eos=True)
     with (
         grpc.insecure_channel(server.address, options=_SMALL_WINDOW) as narrow,

@@ -1,4 +1,6 @@
-"""Large requests: refused before they become objects, parsed in a thread, freed before the answer."""
+"""Large requests: refused before they become objects, parsed in a thread, freed before
+the answer.
+"""
 
 import asyncio
 import json

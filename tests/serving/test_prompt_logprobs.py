@@ -53,7 +53,9 @@ def complete(http, **fields) -> dict:
 
 
 def test_the_request_of_lm_evaluation_harness(http, tokenizer, expected):
-    """As `local-completions` sends loglikelihoods, with token ids or text, one or several prompts."""
+    """As `local-completions` sends loglikelihoods, with token ids or text, one or
+    several prompts.
+    """
     request = dict(model="tiny", temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True)
     short = tokenizer.encode("hello")
     for prompt in ([expected.prompt, short], expected.prompt, [TEXT], TEXT):

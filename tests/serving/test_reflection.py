@@ -1,4 +1,6 @@
-"""gRPC reflection as tools use it: both versions, services and messages, the details of errors too."""
+"""gRPC reflection as tools use it: both versions, services and messages, the details of
+errors too.
+"""
 
 import grpc
 import pytest

@@ -1,4 +1,6 @@
-"""Refused messages in a stream of `ModelStreamInfer`: each is answered, and ends no other request."""
+"""Refused messages in a stream of `ModelStreamInfer`: each is answered, and ends no
+other request.
+"""
 
 import json
 

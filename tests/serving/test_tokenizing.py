@@ -283,7 +283,9 @@ PROMPTS = {
 
 @pytest.fixture
 def hurried(make_engine):
-    """A server whose only tokenizer thread is busy until the test releases it, and its tokenizer."""
+    """A server whose only tokenizer thread is busy until the test releases it, and its
+    tokenizer.
+    """
     held = Held()
     limits = Limits(max_request_seconds=0.3, tokenizer_threads=1)
     server = LiveServer(make_engine(), http=True, limits=limits)

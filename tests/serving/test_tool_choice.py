@@ -84,7 +84,9 @@ CASES = {
 
 
 def admitted(tokenizer, name: str, tools: list[dict], **how):
-    """The replies of a format, and a function that says whether their grammar admits a whole text."""
+    """The replies of a format, and a function that says whether their grammar admits a
+    whole text.
+    """
     replies, end = Replies(tokenizer, name), tokenizer.special_id(END)
     constraint = replies.calls(tools, is_parallel=True, **how)
     grammars = Grammars(tokenizer, tokenizer.vocab_size, [end])

@@ -1,4 +1,6 @@
-"""`peagle-train`: mistakes in options and data are refused in one line, and Ctrl-C leaves one line."""
+"""`peagle-train`: mistakes in options and data are refused in one line, and Ctrl-C
+leaves one line.
+"""
 
 import numpy as np
 import pytest

@@ -67,7 +67,9 @@ def causal(rows, cache, *, window, scale, sinks):
 
 
 def _naive_rows(target, head, tokens, fused, anchor, depths, feed_back):
-    """Logits at depths 0..depths-1 of one anchor: the whole prefix, then the chain, as in serving."""
+    """Logits at depths 0..depths-1 of one anchor: the whole prefix, then the chain, as
+    in serving.
+    """
     S = tokens.shape[0]
     fused = fused[None, : anchor + 1]
     rows = tokens[None, 1 : anchor + 2]
