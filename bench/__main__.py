@@ -27,6 +27,7 @@ bandwidth, or its operations over the peak. docs/algorithm.md has a glossary. A 
         "serve-load": "load on a server: latencies, gaps, statuses; a preset beside its engine",
         "report": "redraws the tables and the plot of README.md and docs/ from the rows",
     },
+    extras={"serve-load": "serve"},
     removed=dict.fromkeys(("batch", "hostile", "humaneval", "matrix"), "`python -m lab` has it")
     | dict.fromkeys(
         (

@@ -36,6 +36,7 @@ from peagle_jax.cli.command_line import Parser, positive
 from peagle_jax.cli.model_folders import check_folders
 from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig
 from peagle_jax.exclusions import ADAPTIVE
+from peagle_jax.extras import check_installed
 from peagle_jax.presets import PRESETS
 from peagle_jax.removed import check_choice
 
@@ -415,6 +416,7 @@ class Program:
       package: of the modules; that of the command `serve-load` is `serve_load`.
       commands: name -> one line for `--help`.
       removed: names that the version before had, and why they are no more.
+      extras: name -> the extra of `peagle_jax.extras` that the command needs.
     """
 
     name: str
@@ -422,9 +424,16 @@ class Program:
     about: str
     commands: Mapping[str, str]
     removed: Mapping[str, str] = field(default_factory=dict)
+    extras: Mapping[str, str] = field(default_factory=dict)
 
     def load(self, name: str) -> Command:
-        """The command with a name."""
+        """The command with a name.
+
+        Raises:
+          ConfigError: a package that it needs is not installed.
+        """
+        if name in self.extras:
+            check_installed(self.extras[name], f"{self.name} {name}")
         return importlib.import_module(f"{self.package}.{name.replace('-', '_')}").COMMAND
 
     def parser(self, names: Sequence[str] | None = None) -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ PROGRAM = Program(
         "ladder": "the steps from a plain product to a grouped FP8 one, beside predictions",
         "matrix": "what runs where and how it was checked, with the test that shows it",
     },
+    extras={"batch": "serve", "hostile": "serve"},
 )
 main = PROGRAM.main
 

@@ -379,6 +379,13 @@ class EngineConfig(EngineOptions):
         if not 0 <= self.num_draft <= MAX_NUM_DRAFT:
             limits = f"must lie between 0 and {MAX_NUM_DRAFT}"
             raise ConfigError(f"num_speculative_tokens={self.num_draft} {limits}")
+        sizes = self.batch_sizes
+        if sizes and (
+            [*sizes] != sorted({*sizes}) or sizes[-1] != self.max_num_seqs or sizes[0] < 1
+        ):
+            raise ConfigError(
+                f"batch_sizes={sizes} must ascend, and end with max_num_seqs={self.max_num_seqs}"
+            )
         check_options(self)
         if self.num_pages is not None and self.num_pages - 1 < self.pages_per_seq:
             raise ConfigError(

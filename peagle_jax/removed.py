@@ -1,6 +1,6 @@
 """Options, and values of options, that the version before had, and why they are no more.
 
-Commands, servers and `EngineConfig` refuse them by name with the reason.
+Commands and servers refuse them by name with the reason, and `EngineConfig` refuses the values.
 """
 
 from collections.abc import Sequence

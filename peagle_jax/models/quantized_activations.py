@@ -28,8 +28,7 @@ def with_activations(model: nnx.Module, config: EngineConfig) -> nnx.Module:
     if any(formats.kind(*weight) == "fp8_tiles" for _, weight in quantized_weights(copy)):
         raise ConfigError(
             "activations=fp8 reads fp8 weights in the order of checkpoints, and those of the "
-            "target are in tiles; give load_weights the same activations, or call "
-            "order_weights(target, 'fp8')"
+            "target are in tiles; load the target again with activations='fp8'"
         )
     for _, module in nnx.iter_modules(copy):
         if hasattr(module, "activations"):

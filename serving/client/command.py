@@ -161,12 +161,20 @@ def _request(
         if args.cache_salt is not None:
             request.cache_salt = args.cache_salt
         params = sampling(args)
-        values = {name: getattr(params, name) for name in SAMPLED}
-        GENERATE.write(request, {name: one for name, one in values.items() if one is not None})
+        for name in SAMPLED:
+            if (value := getattr(params, name)) is not None:
+                _write_option(request, name, value)
         _constrain(request.structured, args)
     except ValueError as error:  # protobuf cannot represent it: half of a surrogate pair
         raise ClientError(f"cannot be sent: {error}") from error
     return request
+
+
+def _write_option(request: pb.GenerateRequest, name: str, value: object) -> None:
+    try:
+        GENERATE.write(request, {name: value})
+    except ValueError as error:  # outside of its field's range
+        raise ClientError(f"--{name.replace('_', '-')} cannot be sent: {error}") from error
 
 
 def _constrain(message: pb.Structured, args: argparse.Namespace) -> None:

@@ -18,7 +18,6 @@ _NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "messages*": "messages",
-    "tools*": "tools",
 }
 _REASONS = {"length": "max_tokens", "stop": "end_turn"}
 

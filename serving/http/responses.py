@@ -39,7 +39,6 @@ class Responses(Adapter[ResponsesFields]):
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
         "messages*": "input",
-        "tools*": "tools",
     }
 
     def _answer(

@@ -49,6 +49,8 @@ def read_sampling(text: bytes, limits: Limits, *, max_tokens: int) -> Sampling:
 
 
 def _read(one: Option, field: str, value: object) -> object:
+    if one.kind == "bool" and str(value).lower() not in ("true", "false"):
+        raise invalid(field, "must be true or false")
     try:
         found = converted(one, value)
     except ConfigError as error:

@@ -34,6 +34,12 @@ def test_more_drafts_than_any_head_makes_are_refused(given):
         EngineConfig(num_draft=given)
 
 
+@pytest.mark.parametrize("sizes", [(1, 2), (4, 2, 1), (2, 2, 4), (0, 4), (1, 8)])
+def test_batch_sizes_ascend_to_the_number_of_slots(sizes):
+    with pytest.raises(ConfigError, match="must ascend, and end with max_num_seqs=4"):
+        EngineConfig(max_num_seqs=4, batch_sizes=sizes)
+
+
 def test_the_default_length_is_cut_to_a_small_model():
     target = tiny.target(max_position=64)
     engine = Engine(target, None, EngineConfig(max_num_seqs=1))

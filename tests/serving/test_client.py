@@ -146,9 +146,9 @@ def test_a_failed_turn_is_not_part_of_the_conversation(server, ask):
         ),
         (
             ["a", "--allowed-token", "5", "--allowed-token", "-5"],
-            "cannot be sent",
+            "--allowed-token-ids cannot be sent",
         ),
-        (["a", "--logit-bias=-5=1"], "cannot be sent"),
+        (["a", "--logit-bias=-5=1"], "--logit-bias cannot be sent"),
         (["a", "--request-id", "\udcff"], "cannot be sent"),
         (["a", "--system", "b"], "need --chat"),
         (["a", "--info"], "take no PROMPT"),

@@ -162,7 +162,7 @@ WRONG = {
     "container": {"container": "x"},
     "output_config.format.type": {"output_config": {"format": {"type": "xml"}}},
     "output_config.format": {"output_config": {"format": {"type": "json_schema"}}},
-    "tools": {"tools": [TOOL | {"name": "a b"}]},
+    "tools[0]": {"tools": [TOOL | {"name": "a b"}]},
     "output_config.format.schema": {
         "output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}
     },

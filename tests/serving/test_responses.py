@@ -127,7 +127,7 @@ WRONG = {
     "tools[0].strict": {"tools": [TOOL | {"strict": 5}]},
     "max_output_tokens": {"max_output_tokens": 0},
     # Found in the chat that the request becomes.
-    "tools": {"tools": [TOOL | {"name": "a b"}]},
+    "tools[0]": {"tools": [TOOL | {"name": "a b"}]},
     "input ": {
         "input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "no JSON"}]
     },
