@@ -176,7 +176,8 @@ def _typed(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(_typed, value))
     if isinstance(value, Path):
-        return os.path.relpath(value)
+        here = Path.cwd()
+        return str(value.relative_to(here) if value.is_relative_to(here) else value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -7,7 +7,13 @@ from bench.command import Program
 PROGRAM = Program(
     name="python -m lab",
     package="lab",
-    about="Instruments of the development; `python -m lab.deviceless` and its siblings compile.\n",
+    about="""\
+Instruments of the development. Beside the commands below:
+
+  python -m lab.deviceless  compiles kernels for absent chips; _round and _tpu compile rounds
+  python -m lab.embedded    trains the target of the embedded model
+  python -m lab.overlap     finds 10-grams of HumanEval in training text
+""",
     commands={
         "batch": "commands of peagle-bench from a file, compiled beforehand side by side",
         "hostile": "attacks on a server: what honest clients see, and its resources",

@@ -68,7 +68,7 @@ def read_texts(paths: list[Path]) -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> None:
     """Prints the numbers and at most 50 of the shared 10-grams with six words or more."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m lab.overlap", description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path, metavar="FOLDER_OR_FILE")
     paths = parser.parse_args(argv).paths
     wanted = grams(human_eval())

@@ -87,9 +87,8 @@ class Settings(Limits, ModelOptions):
         "auto", "gemma4", "harmony", "llama3", "qwen3", "qwen3-coder", "think", "none"
     ] = option(
         "auto",
-        "how replies of a chat mark reasoning and tool calls (default: as the model's own files "
-        "say; qwen3 for the "
-        "embedded model)",
+        "how replies of a chat mark reasoning and tool calls; auto: as the model's own files say, "
+        "qwen3 for the embedded model",
     )
     host: str = option("127.0.0.1", "address to listen on", NOT_EMPTY, metavar="ADDRESS")
     port: int = option(50051, "port of gRPC; 0 picks a free one", _PORT, metavar="N")

@@ -2,8 +2,10 @@
 commands parse.
 """
 
+import argparse
 import re
 import shlex
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from bench.__main__ import PROGRAM
 from convert.__main__ import _parser as convert_parser
 from peagle_jax.cli.options import parser as generate_parser
 from peagle_jax.training.options import parser as train_parser
+from serving.client.options import parser as client_parser
+from serving.sources import parser as serve_parser
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -194,6 +198,32 @@ def test_commands_parse(name):
     for program, arguments in commands(ROOT / name):
         if "--help" not in arguments:
             PARSERS[program]().parse_args(arguments)
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A command line and those of its commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for one in action.choices.values():
+                yield from parsers(one)
+
+
+@pytest.mark.parametrize(
+    "whole", [*PARSERS.values(), serve_parser, client_parser], ids=lambda one: one.__module__
+)
+def test_help_describes_each_option_with_at_most_one_default(whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a default path reads well from any folder
+    for parser in parsers(whole()):
+        shown = " ".join(parser.format_help().split())
+        assert "../" not in shown
+        assert "(default [])" not in shown
+        for action in parser._actions:
+            text = action.help or ""
+            about, *defaults = re.split(r"\(default:? ", text)
+            is_bare = action.option_strings and not about.strip()
+            assert not is_bare, (parser.prog, action.option_strings)
+            assert len(defaults) <= 1, (parser.prog, action.option_strings, text)
 
 
 def test_the_readme_shows_every_command():

@@ -26,7 +26,7 @@ class DefaultsFormatter(argparse.RawDescriptionHelpFormatter):
 
     def add_argument(self, action: argparse.Action) -> None:
         text, default = action.help or "", action.default
-        is_shown = not isinstance(default, bool) and default not in (None, argparse.SUPPRESS)
+        is_shown = not isinstance(default, bool) and default not in (None, argparse.SUPPRESS, [])
         if is_shown and "default" not in text:
             action.help = f"{text} (default %(default)s)".lstrip()
         super().add_argument(action)

@@ -138,7 +138,7 @@ class ModelOptions(EngineOptions):
     adaptive: Literal["off", "load", None] = option(
         None,
         "load: choose the drafts of each round by load and acceptance, at most K; off: K is fixed "
-        "(default: load; of peagle-generate off with --compare or without --concurrency)",
+        "(default: load)",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "dtype of weights and arithmetic; auto: bfloat16 on GPUs and TPUs, float32 on CPUs"
@@ -179,7 +179,13 @@ def _add_model_options(add: Callable) -> None:
         metavar="I,J,K",
         help="layers whose inputs the head reads, where its config.json says otherwise",
     )
-    add("--concurrency", type=int, default=1, metavar="N", help="prompts decoded at once")
+    add(
+        "--concurrency",
+        type=int,
+        default=1,
+        metavar="N",
+        help="prompts decoded at once; at 1, as with --compare, --adaptive is off by default",
+    )
 
 
 def parser() -> argparse.ArgumentParser:

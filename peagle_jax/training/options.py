@@ -56,7 +56,7 @@ def _add_engine_options(parser) -> None:
         default="auto",
         help="auto: bfloat16 on GPUs and TPUs, float32 on CPUs",
     )
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--seed", type=int, default=0, help="of sampling and training")
 
 
 def _add_synthesize(commands) -> None:
@@ -65,7 +65,7 @@ def _add_synthesize(commands) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of prompts.jsonl")
     parser.add_argument("--num", type=int, default=20_000, help="questions sampled")
     parser.add_argument("--max-tokens", type=int, default=256, help="of a question")
-    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the questions")
     parser.add_argument(
         "--exclude",
         type=Path,
@@ -78,7 +78,9 @@ def _add_synthesize(commands) -> None:
 
 
 def _add_head_shape(parser) -> None:
-    parser.add_argument("--method", choices=("peagle", "eagle3"), default="peagle")
+    parser.add_argument(
+        "--method", choices=("peagle", "eagle3"), default="peagle", help="kind of head"
+    )
     parser.add_argument("--layers", type=int, help="default 4 for peagle, 1 for eagle3")
     _add_share(parser)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a training row")
@@ -99,7 +101,7 @@ def _add_head(commands) -> None:
         metavar="FILE",
         help="JSON lines of prompts or chats ({messages: [...]}), text files, or folders of text",
     )
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of everything written")
     _add_head_shape(parser)
     parser.add_argument(
         "--minutes", type=float, help="of training, instead of --epochs; answers take their time"
@@ -181,10 +183,21 @@ def _check_number(name: str, value: float) -> None:
         raise ConfigError(f"{_flag(name)} {value} must be at least {least}")
 
 
+def _why_no_folder(target: Path) -> str:
+    from peagle_jax.checkpoint.gguf_file import is_gguf  # numpy: not needed for --help
+    from peagle_jax.checkpoint.hub import is_hub_id
+
+    if is_gguf(target) and target.exists():
+        return f"is no folder; `peagle-convert gguf {target} FOLDER` makes one"
+    if is_hub_id(str(target)):
+        return f"no such folder, and hub ids are not read here: `hf download {target}` makes one"
+    return "no such folder"
+
+
 def _check_paths(args) -> None:
     target, out = (getattr(args, name, None) for name in ("target", "out"))
     if target is not None and not target.is_dir():
-        raise ConfigError(f"--target {target}: no such folder")
+        raise ConfigError(f"--target {target}: {_why_no_folder(target)}")
     for name in ("prompts", "exclude"):
         for path in getattr(args, name, ()):
             if not path.exists():

@@ -79,7 +79,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_server(add: Callable) -> None:
-    add("--address", default="127.0.0.1:50051", metavar="HOST:PORT", help="(default: %(default)s)")
+    add(
+        "--address",
+        default="127.0.0.1:50051",
+        metavar="HOST:PORT",
+        help="of the server's gRPC port (default: %(default)s)",
+    )
     add("--tls", action="store_true", help="use TLS with this system's certificate authorities")
     add(
         "--tls-ca", metavar="FILE", help="use TLS with the certificate authorities in this PEM file"

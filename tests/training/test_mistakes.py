@@ -18,11 +18,12 @@ HEAD = "head --target {made} --prompts {made} --out {root}/new"
 
 @pytest.fixture
 def folders(tmp_path):
-    """`made` is a folder, `file` a file."""
-    made, file = (tmp_path / name for name in ("made", "file"))
+    """`made` is a folder, `file` and `gguf` are files."""
+    made, file, gguf = (tmp_path / name for name in ("made", "file", "m.gguf"))
     made.mkdir()
     file.touch()
-    return dict(root=tmp_path, made=made, file=file)
+    gguf.touch()
+    return dict(root=tmp_path, made=made, file=file, gguf=gguf)
 
 
 def refusal(line: str, capsys) -> str:
@@ -41,7 +42,15 @@ def refusal(line: str, capsys) -> str:
         (f"{HEAD} --length 0", "--length 0 must be at least 1"),
         ("synthesize --target {made} --out {file}", "--out {file}: is a file; give a folder"),
         ("synthesize --target {made} --out {file}/new", "--out {file}: is a file; give a folder"),
-        ("synthesize --target {root}/no --out {root}/new", "--target {root}/no: no such folder"),
+        ("synthesize --target {root}/no --out {root}/new", "--target {root}/no: no such folder\n"),
+        (
+            "plan --target {gguf}",
+            "--target {gguf}: is no folder; `peagle-convert gguf {gguf} FOLDER`",
+        ),
+        (
+            "plan --target owner/name",
+            "--target owner/name: no such folder, and hub ids are not read",
+        ),
         (
             "head --target {made} --prompts {root}/no --out {root}/new",
             "--prompts {root}/no: no such file",

@@ -190,7 +190,8 @@ class Scheduler:
         drafts: np.ndarray,  # [B, K], for the next round
         logprobs: BatchLogprobs | None = None,  # C = K+1
     ) -> list[Update]:
-        """Commits one round: appends its tokens, counts its drafts, frees surplus pages."""
+        """Commits one round: appends its tokens, counts its drafts. Surplus pages are freed
+        if few are left, see `Reservation.trim`."""
         updates, counts = [], []
         tokens, count, drafts = tokens.tolist(), count.tolist(), drafts.tolist()
         for row, request in enumerate(call.rows):
