@@ -1,8 +1,87 @@
 """Free slots: which prefixes their rings still hold."""
 
+from dataclasses import replace
+
 import pytest
 
+from peagle_jax.config import EngineConfig
+from peagle_jax.engine.host.slots import FreeSlots, Reach, SavedRings
 from tests.engine.fake_engine import FakeEngine, check_finished, make_config
+
+CONFIG = EngineConfig(num_draft=2, max_num_seqs=3, max_model_len=200, page_size=4, prefill_chunk=8)
+WINDOW = 10
+CAPACITY = CONFIG.ring_pages(WINDOW) * CONFIG.page_size
+
+
+def test_without_windows_any_slot_can_reuse_all_pages():
+    slots = FreeSlots(CONFIG, Reach(CONFIG, []))
+    slots.take(0)
+    slots.release(0, [5, 6, 7], 100)
+    assert slots.choose([5, 6, 7, 8]) == (1, 4)
+    assert slots.choose([]) == (1, 0)
+
+
+@pytest.mark.parametrize("window", [WINDOW, 10_000])
+def test_the_slot_whose_rings_hold_most_of_the_prefix_is_chosen(window):
+    slots = FreeSlots(CONFIG, Reach(CONFIG, [window]))
+    for slot in range(3):
+        slots.take(slot)
+    slots.release(2, [1, 2, 9], CAPACITY)
+    slots.release(0, [1, 2, 3, 4], CAPACITY)
+    slots.release(1, [8], CAPACITY)
+    assert slots.choose([1, 2, 3, 4, 5]) == (0, 4)
+    assert slots.choose([1, 2, 3]) == (0, 3)
+    assert slots.choose([1, 2, 9]) == (2, 3)
+    assert slots.choose([1]) == (2, 1)
+    assert slots.choose([7]) == (2, 0), "the slot that is free the longest"
+    assert slots.take(0) == CAPACITY
+    assert slots.choose([1, 2, 3, 4]) == (2, 2)
+
+
+def test_a_ring_holds_the_window_before_a_position_until_it_is_overwritten():
+    slots = FreeSlots(CONFIG, Reach(CONFIG, [WINDOW, WINDOW // 2]))
+    chain = list(range(100, 130))
+    for slot in range(3):
+        slots.take(slot)
+    written = 90
+    slots.release(0, chain, written)
+    least = -(-(written - CAPACITY + WINDOW) // CONFIG.page_size)
+    assert 0 < least < len(chain)
+    assert slots.choose(chain[:least]) == (0, least)
+    assert slots.choose(chain[: least - 1]) == (0, 0)
+
+
+def saved_rings(number: int = 2) -> SavedRings:
+    config = replace(CONFIG, saved_rings=number)
+    return SavedRings(config, Reach(config, [WINDOW]))
+
+
+def test_a_copy_serves_the_texts_that_part_within_its_reach():
+    saved, chain = saved_rings(), list(range(100, 130))
+    row = saved.save(chain, 60 + CAPACITY, [30])
+    assert row == CONFIG.max_num_seqs + 1, "behind the dummy slot"
+    least = -(-(60 + WINDOW) // CONFIG.page_size)
+    assert saved.choose([*chain[:least], 7]) == (row, least)
+    assert saved.choose(chain[: least - 1])[1] == 0
+    assert saved.save(chain, 60 + CAPACITY, [least, 30]) is None, "there is one"
+    assert saved.save(chain, 50 + CAPACITY, [least - 1]) is not None
+
+
+def test_the_copy_that_is_used_the_least_makes_room():
+    saved = saved_rings(2)
+    first, second = (saved.save([chain], 4, [1]) for chain in (5, 6))
+    assert saved.restore(first) == 4
+    assert saved.save([7], 4, [1]) == second
+    assert [saved.choose([chain])[1] for chain in (5, 6, 7)] == [1, 0, 1]
+    assert (saved.num_saved, saved.num_restored) == (3, 1)
+    assert saved.save([5], 4, [1]) is None, "there is one, and it counts as used"
+    assert saved.save([8], 4, [1]) == second
+
+
+def test_without_windows_or_rows_nothing_is_saved():
+    assert saved_rings(0).save([1], 4, [1]) is None
+    windowless = replace(CONFIG, saved_rings=3)
+    assert len(SavedRings(windowless, Reach(windowless, []))) == 0
 
 
 def chat(windows, *, turns: int = 4) -> tuple[FakeEngine, list[int]]:

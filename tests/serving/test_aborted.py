@@ -1,12 +1,15 @@
 """Requests that end before their text does: each API says so, and the counters know of them."""
 
 import threading
+import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from serving.app import _limits
 from serving.engines import make_engine
+from serving.errors import Code, ServiceError
 from serving.settings import Settings
 from tests.serving.test_metrics import moved, scrape
 from tests.waiting import LIMIT, eventually
@@ -77,6 +80,30 @@ def test_a_client_that_leaves_counts_as_abort(server, pace):
     eventually(lambda: server.call(lambda: server.frontend.admission.num_open == 0))
     pace.release(100)
     assert moved(server, before)["vllm:request_success_total{abort}"] == 3
+
+
+class Ended:
+    """A stream of one sequence that has ended, as `Metrics.ended` reads it."""
+
+    cached_tokens, first_token, finish_reasons = 0, None, ()
+
+    def __init__(self, code: Code, end: float):
+        self.code, self.end = code, end
+        self.error = None if code is Code.OK else ServiceError(code, "", retry_after=1.0)
+        self.ask = SimpleNamespace(protocol="http", prompt=[1, 2, 3])
+
+
+def test_refusals_of_a_full_queue_neither_hurry_retries_nor_count_prompts(server):
+    """A place becomes free every 8 seconds, however many requests were refused meanwhile."""
+    metrics = server.frontend.metrics
+    before, now = scrape(server), time.monotonic()
+    metrics._ends.clear()
+    for second in (0, 8):
+        metrics.ended(Ended(Code.OK, now + second))
+        metrics.ended(Ended(Code.RESOURCE_EXHAUSTED, now + second))
+    assert metrics.seconds_per_request() == pytest.approx(8)
+    metrics._ends.clear()  # other tests share the server
+    assert moved(server, before)["vllm:prompt_tokens_total"] == 6
 
 
 def test_requests_without_a_seed_are_drawn_anew_after_each_start():

@@ -1,5 +1,7 @@
 """Descriptors for connections, and files that are read again."""
 
+import logging
+import os
 import resource
 import socket
 
@@ -8,6 +10,7 @@ import pytest
 from peagle_jax.config import ConfigError
 from serving.access import prepare_access
 from serving.settings import MOST_CONNECTIONS, Settings
+from tests.serving.certificates import authority, signed
 
 FREE = dict(port=0, http_port=0)
 
@@ -61,3 +64,34 @@ def test_a_host_that_is_no_address_is_named_before_grpc_sees_it(host):
         OSError, match=f"^host='{host}' is no address or name that this machine knows"
     ):
         prepare_access(Settings(port=0, http_port=-1, host=host))
+
+
+def test_files_are_read_again_and_bad_ones_change_nothing(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    ca = authority(tmp_path, "ca")
+    pair, second = (signed(tmp_path, name, ca).bytes() for name in ("server", "second"))
+    cert, key, tokens = (tmp_path / name for name in ("cert", "key", "tokens"))
+    cert.write_bytes(pair[0])
+    key.write_bytes(pair[1])
+    tokens.write_text("first\n")
+    files = dict(tls_cert=str(cert), tls_key=str(key), auth_token_file=str(tokens))
+    access = prepare_access(Settings(**FREE, **files))
+    served = lambda: access.certificates.newest().cert
+    before = served()
+    access.read_again()
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    caplog.clear()
+    cert.write_bytes(second[0])  # not this key's
+    stat = tokens.stat()
+    tokens.write_text("######")  # as long and as old as before: only an order can find it
+    os.utime(tokens, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    access.read_again()
+    assert (list(access.tokens), served()) == ([b"first"], before)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert all("the old ones stay in use" in message for message in messages)
+    key.write_bytes(second[1])
+    tokens.write_text("second")
+    access.read_again()
+    assert list(access.tokens) == [b"second"]
+    assert served() != before

@@ -424,6 +424,21 @@ def test_constraints_that_wait_take_bounded_memory(engine, monkeypatch):
     run(engine, work, total=6_000_000)
 
 
+def test_a_lease_may_end_while_the_same_thread_counts():
+    memory = ConstraintMemory(200)
+    lease = memory.lease("a", 100)
+    with memory._lock:  # as a collection of garbage within the count would end it
+        del lease
+    assert memory.lease("a", 100)
+
+
+def test_each_sequence_has_a_matcher_of_its_own(engine):
+    numbers = Structured.regex("[0-9]{3}")
+    first, *others = run(engine, lambda made: made.compile(numbers, field="f", number=3))
+    first.consume(engine.tokenizer.encode("123"))
+    assert (first.is_complete, [one.is_complete for one in others]) == (True, [False, False])
+
+
 def test_sequences_that_wait_share_one_compiled_constraint(engine):
     many = run(engine, lambda made: made.compile(costly(0), field="f", number=100))
     before = allocated()

@@ -217,6 +217,14 @@ def test_an_id_is_unique_while_it_runs(server, stub):
     stub.GenerateOnce(request)
 
 
+def test_a_slow_reader_delays_no_other(server, stub):
+    slow = stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
+    next(slow)
+    for _ in range(8):
+        stub.GenerateOnce(pb.GenerateRequest(text="b", stopping=LONG), timeout=LIMIT)
+    assert len(joined(slow).token_ids) > 0
+
+
 def test_cancelling_frees_everything(server, stub, pace):
     start = lambda: stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
     calls = [start()]
