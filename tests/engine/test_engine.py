@@ -104,6 +104,12 @@ def test_the_models_end_of_sequence_ends_a_text_unless_it_is_ignored(engine, nat
     assert [c.tokens for c in done] == natural
 
 
+def test_a_text_ends_where_the_model_length_does(engine):
+    (done,) = engine.generate([PROMPTS[7]], SamplingParams(max_tokens=99, ignore_eos=True))
+    assert len(done.prompt) + len(done.tokens) == engine.config.max_model_len
+    assert done.finish_reason == "length"
+
+
 def test_stop_ids_end_a_text_and_belong_to_it(engine, natural):
     stops = [(tokens[6], 1) for tokens in natural]
     params = [SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, stop_ids=s) for s in stops]

@@ -348,6 +348,11 @@ def test_another_engine_has_other_files(folder, change):
     assert path_of(stored(**change)) != path_of(stored())
 
 
+def test_what_only_the_host_reads_changes_no_file(folder):
+    of_host = replace(CONFIG, max_waiting=7, prefill_calls=2)
+    assert path_of(stored(config=of_host)) == path_of(stored())
+
+
 def test_another_call_has_another_file(folder):
     kept = stored()
     calls = [
