@@ -99,4 +99,5 @@ def test_what_is_not_refused_fills_the_model(name, num_cases):
         assert sorted([*used, *layout.dropped]) == sorted(damage)
 
     check()
-    assert 3 < sum(verdicts) < len(verdicts), "all damage was harmless, or none was"
+    # How many depends on the modules that are loaded: hypothesis takes constants from them.
+    assert 0 < sum(verdicts) < len(verdicts), "all damage was harmless, or none was"
