@@ -85,5 +85,5 @@ output. Acceptance depends on the text, not on the device, so a CPU is enough.
 """,
     options=Options,
     run=run,
-    removed={"--ngram": "drafts that are copied from the text did not pay; leave it out"},
+    removed={"ngram": "drafts that are copied from the text did not pay; leave it out"},
 )

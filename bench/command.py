@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from peagle_jax.cli.command_line import Parser, positive
+from peagle_jax.cli.command_line import Parser, add_removed, positive
 from peagle_jax.cli.model_folders import check_folders
 from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig
 from peagle_jax.exclusions import ADAPTIVE
@@ -78,17 +78,6 @@ class _Joined(argparse.Action):
         if self.type is list_of_positive:
             joined.sort()
         setattr(namespace, self.dest, tuple(dict.fromkeys(joined)))
-
-
-class _Removed(argparse.Action):
-    """A flag that is no more: it refuses itself with the reason."""
-
-    def __init__(self, reason: str, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._reason = reason
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(f"{option_string} is removed: {self._reason}")
 
 
 def option(
@@ -399,7 +388,7 @@ class Command:
       description: text of `--help`.
       options: its class of options.
       run: runs the command and returns the exit code.
-      removed: flags that the version before had, and why they are no more.
+      removed: options that the version before had, and why they are no more.
     """
 
     examples: tuple[str, ...]
@@ -470,9 +459,7 @@ class Program:
             text = "\n".join([command.description.strip(), "", *examples])
             parser = commands.add_parser(name, description=text, formatter_class=form)
             add_options(parser, command.options)
-            for flag, reason in command.removed.items():
-                action = partial(_Removed, reason)
-                parser.add_argument(flag, nargs="*", action=action, help=argparse.SUPPRESS)
+            add_removed(parser, command.removed)
         return made
 
     def parse(self, argv: Sequence[str]) -> tuple[Command, Options]:

@@ -521,11 +521,11 @@ with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).
     options=Options,
     run=run,
     removed={
-        "--rows": "ragged rounds did not beat the best fixed K; leave it out",
-        "--weights": "weights are always random; leave it out",
-        "--cold-start": "serve-load --preset measures the start of a server",
-        "--replicas": "replicas share nothing, so that each is measured alone; leave it out",
-        "--synthetic-acceptance-rows": "use --synthetic-acceptance-length",
-        "--synthetic-acceptance-set": "use --synthetic-acceptance-length",
+        "rows": "ragged rounds did not beat the best fixed K; leave it out",
+        "weights": "weights are always random; leave it out",
+        "cold-start": "serve-load --preset measures the start of a server",
+        "replicas": "replicas share nothing, so that each is measured alone; leave it out",
+        "synthetic-acceptance-rows": "use --synthetic-acceptance-length",
+        "synthetic-acceptance-set": "use --synthetic-acceptance-length",
     },
 )

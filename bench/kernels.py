@@ -313,5 +313,5 @@ compiled by XLA. Needs a Hopper or Blackwell GPU.
 """,
     options=Options,
     run=run,
-    removed={"--ladder": "it is `python -m lab ladder` in a clone of the repository"},
+    removed={"ladder": "it is `python -m lab ladder` in a clone of the repository"},
 )

@@ -414,5 +414,5 @@ nearly every call.
 """,
     options=Options,
     run=run,
-    removed={"--warm": "the tests of the prefix cache compare cached texts; leave it out"},
+    removed={"warm": "the tests of the prefix cache compare cached texts; leave it out"},
 )

@@ -599,8 +599,8 @@ processor time of each process of the server.
     options=Options,
     run=run,
     removed={
-        "--overhead": "use --preset, whose rows have the bare engine's tokens per second too",
-        "--repeats": "it was for --overhead; leave it out",
-        "--lock-shares": "run `py-spy record --gil` beside the command",
+        "overhead": "use --preset, whose rows have the bare engine's tokens per second too",
+        "repeats": "it was for --overhead; leave it out",
+        "lock-shares": "run `py-spy record --gil` beside the command",
     },
 )

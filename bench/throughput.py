@@ -234,5 +234,5 @@ a comparison have the kind "adaptive"; those of several repeats at fixed K the k
 """,
     options=Options,
     run=run,
-    removed={"--ngram": "drafts that are copied from the text did not pay; leave it out"},
+    removed={"ngram": "drafts that are copied from the text did not pay; leave it out"},
 )
