@@ -182,10 +182,11 @@ def draft_bytes(target: TargetConfig, config: EngineConfig) -> int:
 def free_bytes(num_devices: int) -> int | None:
     """Least free memory of the devices in bytes; None when the platform does not report it.
 
-    Arrays that only dead cycles hold are freed first. A server collects no garbage while it starts,
-    and modules are cycles: the weights that others have replaced would count as used.
+    A server collects no garbage while it starts. Arrays that only dead cycles hold, such as
+    replaced weights, are freed first then: they would count as used.
     """
-    gc.collect()
+    if not gc.isenabled():
+        gc.collect()
     devices = first_devices(num_devices)
     stats = [device.memory_stats() for device in devices]
     if all(stats):
