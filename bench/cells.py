@@ -95,8 +95,8 @@ def compile_all(
     seconds: float | None = None,
     on_ready: Callable[[int], object] = lambda index: None,
 ) -> None:
-    """Compiles what some engines need and what is not on disk yet, in `jobs` processes, in the
-    order of `work`.
+    """Compiles the missing programs of some engines onto disk, in `jobs` processes, in the order of
+    `work`.
 
     The measuring process compiles or reports what these processes could not compile.
 

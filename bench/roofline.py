@@ -2,10 +2,9 @@
 
 Counted: each weight that a pass needs once, in its stored format; the KV cache of each sequence
 once, up to a layer's window; the new rows; one embedding row per token. A mixture of experts reads
-the experts
-that its tokens choose: with uniform routing, n tokens with k of E experts each choose
-E (1 - (1 - k/E)^n) different ones. Not counted: launches, softmax, sampling, norms. So this is a
-lower bound; small models, whose weights stream in microseconds, are bound by what is not counted.
+the experts that its tokens choose: with uniform routing, n tokens with k of E experts each choose
+E (1 - (1 - k/E)^n) different ones. Launches, softmax, sampling and norms are not counted, so this
+is a lower bound. Launches and norms bound small models, whose weights stream in microseconds.
 """
 
 from dataclasses import dataclass

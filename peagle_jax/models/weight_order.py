@@ -37,8 +37,8 @@ def arrange_weights(model: nnx.Module, *, in_tiles: bool, frees: bool = False) -
     for a moment, one weight twice.
 
     Args:
-      frees: delete each replaced array at once, whoever refers to it. Otherwise it lives as long as
-        its last reference, and a server that collects no garbage yet holds the weights twice.
+      frees: delete each replaced array at once, even if others refer to it. Otherwise it lives as
+        long as its last reference. A server that collects no garbage yet held the weights twice.
     """
     started, count = time.perf_counter(), 0
     for module, (values, scale) in quantized_weights(model):
