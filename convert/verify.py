@@ -18,7 +18,6 @@ from peagle_jax.checkpoint.safetensors import CheckpointError
 from peagle_jax.checkpoint.values import NotFinite
 
 Progress = Callable[[int], None]
-_COMPARED_BYTES = 1 << 24
 
 
 class Mismatch(CheckpointError):
@@ -85,13 +84,13 @@ def _check(
     parts = [source.read(name) for name in rule.names]
     joined = rule.transform.join(parts)
     sums.add(pool, parameter, parts, joined)
-    del parts  # the stored parameter takes as much memory
-    want, got = as_bytes(joined), as_bytes(converted.parameter(rule.path))
-    for start in range(0, len(want), _COMPARED_BYTES):
-        differs = np.flatnonzero(want[start:][:_COMPARED_BYTES] != got[start:][:_COMPARED_BYTES])
+    del parts  # the stored parameter is read a chunk of rows at a time: memory stays small
+    wanted = joined if parameter.shape else joined.reshape(1)
+    for start, rows in converted.rows(rule.path):
+        want, got = as_bytes(wanted[start : start + len(rows)]), as_bytes(rows)
+        differs = np.flatnonzero(want != got)
         if len(differs):
-            rows, more = parameter.shape[0] if parameter.shape else 1, len(rule.names) - 1
-            row = (start + int(differs[0])) // (len(want) // rows)
+            row, more = start + int(differs[0]) // (len(want) // len(rows)), len(rule.names) - 1
             names = f"{rule.names[0]!r}" + (f" and {more} more" if more else "")
             why = f"entry {row} of its first axis is not that of tensor {names}"
             raise _differs(converted, parameter, why)

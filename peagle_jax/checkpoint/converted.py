@@ -12,10 +12,12 @@ copy of a tied head, a vision tower, `d2t`) are stored too, under paths that beg
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path as FilePath
+from types import EllipsisType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -208,9 +210,21 @@ class Converted(Headers):
 
     def parameter(self, path: Path) -> np.ndarray:
         """The array at a module path, whole."""
+        return self._values(self.parameters[path], ...)
+
+    def rows(self, path: Path) -> Iterator[tuple[int, np.ndarray]]:
+        """The array at a module path, a chunk at a time: (first row, rows); a scalar as one row."""
         parameter = self.parameters[path]
+        if not parameter.shape:
+            yield 0, self.parameter(path)[None]
+            return
+        count, step = parameter.shape[0], self.store(parameter).chunk_layout.read_chunk.shape[0]
+        for first in range(0, count, step):
+            yield first, self._values(parameter, slice(first, min(first + step, count)))
+
+    def _values(self, parameter: Parameter, rows: slice | EllipsisType) -> np.ndarray:
         try:
-            return self.store(parameter).read().result()
+            return self.store(parameter)[rows].read().result()
         except ValueError as error:
             raise self._damaged(parameter, error) from error
 
