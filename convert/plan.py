@@ -64,9 +64,9 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Estimate of peak resident memory: the libraries, and four copies of a parameter (its
-        tensors, the result, what is written, and memory that is freed and not given back)."""
-        return BASE_BYTES + 4 * max((one.nbytes for one in self.parameters), default=0)
+        """Estimate of peak resident memory: the libraries, and three copies of a parameter (its
+        tensors, the result, and memory that is freed and not given back)."""
+        return BASE_BYTES + 3 * max((one.nbytes for one in self.parameters), default=0)
 
     def device_bytes(self, num_devices: int) -> int:
         """Bytes of the parameters that each of several devices holds (docs/parallel.md).

@@ -126,7 +126,12 @@ async def _write(path: Path, array: np.ndarray) -> None:
     }
     try:
         store = await ts.open(ts.Spec(spec), create=True)
-        await store.write(array)
+        if not array.shape:
+            await store.write(array)
+        # A chunk at a time: tensorstore holds a copy of what it writes.
+        for first in range(0, len(array) if array.shape else 0, step):
+            last = min(first + step, len(array))
+            await store[first:last].write(array[first:last])
     except ValueError as error:  # tensorstore raises it for any failure, including a full disk
         raise CheckpointError(f"cannot write {path}: {str(error).split(' [')[0]}") from error
 
