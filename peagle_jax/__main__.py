@@ -18,6 +18,7 @@ from peagle_jax.cli.command_line import given
 from peagle_jax.cli.model_folders import check_folders, check_head_is_given, local_folder
 from peagle_jax.cli.options import (
     SAMPLED,
+    ModelOptions,
     options_of_engine,
     parser,
     read_structured,
@@ -37,6 +38,11 @@ from peagle_jax.text.prompts import (
 
 INCOMPLETE = 3
 """Exit code of a run that skipped some prompts."""
+
+_PLAIN = (
+    "peagle-generate: no drafts, because on a CPU the embedded model is faster without; "
+    "--method peagle drafts"
+)
 
 
 def _read_prompts(args) -> list[Prompt]:
@@ -343,6 +349,17 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
     return INCOMPLETE if left_out or failed else 0
 
 
+def _is_faster_plain(args) -> bool:
+    """Whether the model is the embedded one on a CPU, where every row of a round takes time, and no
+    option asks for drafts."""
+    asked = (args.model, args.drafter, args.method, args.show_drafts, args.compare, args.adaptive)
+    if any(asked) or args.num_speculative_tokens != ModelOptions.num_speculative_tokens:
+        return False
+    from pallas_kernels import dispatch
+
+    return dispatch.platform() == "cpu"
+
+
 def _run(args) -> int:
     prompts = _read_prompts(args)
     params = _sampling(args, prompts)
@@ -356,6 +373,9 @@ def _run(args) -> int:
     config = runs.with_prefill_sizes(replace(config, dtype=runs.choose_dtype(args.dtype)))
     if not args.no_cache:
         runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+    if _is_faster_plain(args):
+        print(_PLAIN, file=sys.stderr)
+        args.method, config = "none", replace(config, num_draft=0)
     return (_compare if args.compare else _generate)(args, prompts, params, config)
 
 

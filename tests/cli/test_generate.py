@@ -250,8 +250,10 @@ def test_a_head_says_itself_how_it_is_run(generate, folders):
 
 
 @pytest.mark.slow
-def test_the_embedded_model_needs_no_options(generate):
-    code, out, err = generate(PROMPT, "--max-tokens", "32", "--no-cache")
+@pytest.mark.parametrize("options", [(), ("--show-drafts",)], ids=["plain", "drafts"])
+def test_the_embedded_model_needs_no_options(generate, options):
+    code, out, err = generate(PROMPT, "--max-tokens", "32", "--no-cache", *options)
     assert code == 0
     assert out.startswith(PROMPT)
-    assert "P-EAGLE K=7: acceptance length" in err
+    assert ("P-EAGLE K=7: acceptance length" in err) == bool(options)
+    assert ("faster without" in err) != bool(options)
