@@ -27,7 +27,7 @@ from peagle_jax.config import (
 from peagle_jax.devices import Devices
 from peagle_jax.engine.device.compilation import CompileError, Progress, compile_missing
 from peagle_jax.engine.device.dispatch import InFlight, dispatch
-from peagle_jax.engine.device.memory import windows_of
+from peagle_jax.engine.device.memory import summary_of, windows_of
 from peagle_jax.engine.device.outputs import Listener, OnUpdate, commit
 from peagle_jax.engine.device.program import Call, Program, Round
 from peagle_jax.engine.device.programs import Programs
@@ -146,7 +146,7 @@ class Engine:
             self.target_config,
             self.drafter_config,
             config,
-            devices,
+            summary_of(devices),
             weights_bytes=_num_bytes((target, drafter if head is None else head)),
         )
         self.tokenizer = tokenizer

@@ -2,7 +2,6 @@
 
 import pytest
 
-from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.device.round_shapes import greedy_shapes, rounds_per_call
 
@@ -28,14 +27,15 @@ def test_options_that_exclude_each_other_are_refused_by_name(options, message):
         EngineConfig(**options)
 
 
-def test_several_rounds_in_a_call_have_a_program_on_every_platform():
-    assert not greedy_shapes(EngineConfig())
-    assert greedy_shapes(EngineConfig(rounds_per_call=2))
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "rocm", "tpu"])
+def test_several_rounds_in_a_call_have_a_program_on_every_platform(platform):
+    assert not greedy_shapes(EngineConfig(), platform)
+    assert greedy_shapes(EngineConfig(rounds_per_call=2), platform)
 
 
 def test_light_models_run_several_rounds_in_a_call_at_every_batch_size():
     sizes = lambda **options: {
-        shape.size for shape in greedy_shapes(EngineConfig(max_num_seqs=256, **options))
+        shape.size for shape in greedy_shapes(EngineConfig(max_num_seqs=256, **options), "cuda")
     }
     assert max(sizes(greedy_rounds=True)) == 64
     assert max(sizes(rounds_per_call=4)) == max(sizes(rounds_per_call=4, num_draft=0)) == 256
@@ -56,9 +56,8 @@ def test_light_models_run_several_rounds_in_a_call_at_every_batch_size():
     ],
 )
 def test_a_light_model_on_a_gpu_runs_several_rounds_in_a_call(
-    platform, weights_bytes, options, rounds, monkeypatch
+    platform, weights_bytes, options, rounds
 ):
-    monkeypatch.setattr(dispatch, "platform", lambda: platform)
     config = EngineConfig(**options)
     assert config.rounds_per_call is None
-    assert rounds_per_call(config, weights_bytes) == rounds
+    assert rounds_per_call(config, platform, weights_bytes) == rounds

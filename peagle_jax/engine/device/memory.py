@@ -6,8 +6,9 @@ With several devices all numbers are those of one of them.
 import gc
 import logging
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from peagle_jax.config import (
     EngineConfig,
     TargetConfig,
 )
-from peagle_jax.devices import first_devices
+from peagle_jax.devices import Devices, first_devices
 from peagle_jax.engine.device.round_shapes import round_shapes
 from peagle_jax.engine.host.prefill_shapes import prefill_shapes
 from peagle_jax.engine.host.stats import DeviceMemory
@@ -61,6 +62,33 @@ def carve_holes(num_devices: int) -> list[jax.Array]:
     for hole, _ in pairs:
         hole.delete()
     return [kept for _, kept in pairs]
+
+
+@dataclass(frozen=True)
+class DeviceSummary:
+    """What the sizes of an engine depend on of its devices.
+
+    Attributes:
+      platform: as `pallas_kernels.device.Device.platform`.
+      free_bytes: least free memory of a device; None where the platform does not report it.
+      uses_host_memory: whether that is the host's memory, which other programs need too.
+      gather: how several devices exchange small arrays, as `EngineConfig.gather`.
+    """
+
+    platform: str
+    free_bytes: int | None
+    uses_host_memory: bool = False
+    gather: Literal["library", "peers"] = "library"
+
+
+def summary_of(devices: Devices) -> DeviceSummary:
+    """Reads what is free on the devices now."""
+    return DeviceSummary(
+        platform=dispatch.platform(),
+        free_bytes=free_bytes(devices.count),
+        uses_host_memory=dispatch.default_device().platform == "cpu",
+        gather="peers" if devices.peers else "library",
+    )
 
 
 def _layers(target: TargetConfig, drafter: DrafterConfig | None) -> list[AttentionConfig]:
@@ -144,8 +172,11 @@ def saved_bytes(target: TargetConfig, drafter: DrafterConfig | None, config: Eng
     return (config.saved_rings or 0) * _slot_ring_bytes(target, drafter, config)
 
 
-def fit_rings(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
-    """Number of saved rings: `saved_rings` of the config, else what `_SAVED_BYTES` hold.
+def fit_rings(
+    target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig, free: int | None
+) -> int:
+    """Number of saved rings: `saved_rings` of the config, else what `_SAVED_BYTES` hold, at most
+    `_SAVED_SHARE` of the `free` bytes of a device.
 
     0 without sliding windows or without a prefix cache.
     """
@@ -154,17 +185,17 @@ def fit_rings(target: TargetConfig, drafter: DrafterConfig | None, config: Engin
         return 0
     if config.saved_rings is not None:
         return config.saved_rings
-    number, free = min(_MOST_SAVED, _SAVED_BYTES // one), free_bytes(config.tensor_parallel)
+    number = min(_MOST_SAVED, _SAVED_BYTES // one)
     # Halves, because a shape that changes from start to start would be compiled again.
     while number and free is not None and number * one > _SAVED_SHARE * free:
         number //= 2
     return number
 
 
-def control_bytes(target: TargetConfig, config: EngineConfig) -> int:
+def control_bytes(target: TargetConfig, config: EngineConfig, platform: str) -> int:
     """Bytes of the sampling controls of all slots, and of the masks of all programs."""
     slot = slot_bytes(target.vocab_size)
-    rounds = sum(shape.size * (shape.num_draft + 1) for shape in round_shapes(config))
+    rounds = sum(shape.size * (shape.num_draft + 1) for shape in round_shapes(config, platform))
     prefills = sum(shape.rows for shape in prefill_shapes(config))
     prefills += config.prefill_rows * config.prompt_logprobs
     masks = 4 * (rounds + prefills) * mask_words(target.vocab_size)
@@ -238,10 +269,10 @@ def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
     return None
 
 
-def _call_bytes(target: TargetConfig, config: EngineConfig) -> int:
+def _call_bytes(target: TargetConfig, config: EngineConfig, platform: str) -> int:
     """Lower bound on the temporaries of one call: the larger of a round's float32 logits and one
     layer's prefill activations."""
-    rows = max(shape.size * (shape.num_draft + 1) for shape in round_shapes(config))
+    rows = max(shape.size * (shape.num_draft + 1) for shape in round_shapes(config, platform))
     rows = max(rows, BLOCK if config.prompt_logprobs else 0)
     logits = 4 * rows * vocabulary_rows(target.vocab_size, config.tensor_parallel)
     if config.verify_method == "block":
@@ -252,16 +283,16 @@ def _call_bytes(target: TargetConfig, config: EngineConfig) -> int:
 
 
 def _needs(
-    target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig
+    target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig, platform: str
 ) -> dict[str, int]:
     """Minimum bytes the engine needs, by purpose."""
     pages = config.pages_per_seq + 1 if config.num_pages is None else config.num_pages
     return {
         "KV pages": pages * page_bytes(target, drafter, config),
         "layers with a sliding window": ring_bytes(target, drafter, config),
-        "sampling controls": control_bytes(target, config),
+        "sampling controls": control_bytes(target, config, platform),
         "drafts": draft_bytes(target, config),
-        "one call": _call_bytes(target, config),
+        "one call": _call_bytes(target, config, platform),
     }
 
 
@@ -278,11 +309,17 @@ _ARRAY_BYTES = 2**31
 """Keys, or values, of one layer stay below: XLA and the kernels may count bytes in int32."""
 
 
-def _most_pages(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
+def _most_pages(
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    config: EngineConfig,
+    *,
+    uses_host_memory: bool,
+) -> int:
     """Number of pages that an engine can use, if memory is no limit."""
     if config.num_pages is not None or not config.prefix_caching:
         return config.total_pages
-    if dispatch.default_device().platform == "cpu":
+    if uses_host_memory:
         return _MOST_ON_CPU * (config.total_pages - 1) + 1
     layers = [layer for layer in _layers(target, drafter) if layer.window is None]
     widest = max(_token_bytes(layer, config) for layer in layers) // 2  # keys and values
@@ -300,7 +337,12 @@ def _steady(pages: int) -> int:
     return pages - pages % step
 
 
-def fit_pages(target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig) -> int:
+def fit_pages(
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    config: EngineConfig,
+    devices: DeviceSummary,
+) -> int:
     """Number of pages to allocate: `num_pages` of the config, else what fits and is of use.
 
     All slots can use `total_pages`. The prefix cache uses more: on a GPU all that fits.
@@ -310,33 +352,38 @@ def fit_pages(target: TargetConfig, drafter: DrafterConfig | None, config: Engin
         `max_model_len` tokens) or for the temporaries of one call. The message gives the largest
         sizes that fit.
     """
-    size, free = page_bytes(target, drafter, config), free_bytes(config.tensor_parallel)
+    size, free = page_bytes(target, drafter, config), devices.free_bytes
     if free is None:
         return config.total_pages
-    needs = _needs(target, drafter, config)
+    needs = _needs(target, drafter, config, devices.platform)
     if _has_room(needs, free):
         if size == 0:  # every layer has a sliding window
             return config.total_pages
         _, *others, call = needs.values()
         room = min(int(free * _SHARE), free - call) - sum(others)
-        most = _most_pages(target, drafter, config)
+        most = _most_pages(target, drafter, config, uses_host_memory=devices.uses_host_memory)
         if room // size >= most:
             return most
         return max(config.pages_per_seq + 1, _steady(room // size))
     parts = ", ".join(f"{nbytes:,} for {what}" for what, nbytes in needs.items() if nbytes)
     raise ConfigError(
         f"not enough memory: of {free:,} free bytes are needed {parts}; "
-        f"{_advice(target, drafter, config, free)}"
+        f"{_advice(target, drafter, config, devices)}"
     )
 
 
 def _advice(
-    target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig, free: int
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    config: EngineConfig,
+    devices: DeviceSummary,
 ) -> str:
     """The largest value of each size option that fits while the others keep their values."""
 
     def fits(name: str, value: int) -> bool:
-        return _has_room(_needs(target, drafter, replace(config, **{name: value})), free)
+        changed = replace(config, **{name: value})
+        needs = _needs(target, drafter, changed, devices.platform)
+        return _has_room(needs, devices.free_bytes)
 
     def largest(name: str, least: int) -> int | None:
         # Memory grows monotonically with each option: bisect.

@@ -73,16 +73,20 @@ class Programs:
         accept: step.AcceptRule,
         devices: Devices | None = None,
     ):
-        self._config = config
-        self.shapes = round_shapes(config)
+        self._config, platform = config, dispatch.platform()
+        self.shapes = round_shapes(config, platform)
         """Shapes of the rounds that `warm_up` compiles without a choice of its own."""
         rounds, count = tuple(map(Round, self.shapes)), len(config.batch_buckets)
-        greedy = tuple(map(GreedyRound, greedy_shapes(config)))
-        self.rounds_of_any: tuple[Call, ...] = (*rounds[:count], *greedy, *rounds[count:])
+        self._greedy = tuple(map(GreedyRound, greedy_shapes(config, platform)))
+        self.rounds_of_any: tuple[Call, ...] = (
+            *rounds[:count],
+            *self._greedy,
+            *rounds[count:],
+        )
         """All rounds, in the order in which they compile."""
-        served = {one.shape for one in greedy}
+        served = {one.shape for one in self._greedy}
         self.rounds_of_greedy = tuple(
-            one for one in self.rounds_of_any if one in greedy or one.shape not in served
+            one for one in self.rounds_of_any if one in self._greedy or one.shape not in served
         )
         """Those of `rounds_of_any` that greedy requests without logprobs and controls need."""
         full = full_shape(config)
@@ -109,8 +113,8 @@ class Programs:
         self._compiled: dict[Program, Callable] = {}
         self._resident: dict[Call, Resident] = {}
         self._lock = threading.Lock()
-        self._layouts_are_free = devices.count == 1 and dispatch.platform() in layouts.PLATFORMS
-        self._between_holes = carve_holes(devices.count) if dispatch.platform() == "cuda" else []
+        self._layouts_are_free = devices.count == 1 and platform in layouts.PLATFORMS
+        self._between_holes = carve_holes(devices.count) if platform == "cuda" else []
 
     def init_state(self, target: TargetConfig, drafter: DrafterConfig | None) -> step.State:
         """The state of an engine. That of weights which are shapes has shapes only: nothing can run
@@ -266,8 +270,7 @@ class Programs:
     @property
     def greedy(self) -> frozenset[RoundShape]:
         """Shapes whose program for greedy requests is compiled."""
-        shapes = greedy_shapes(self._config)
-        return frozenset(shape for shape in shapes if GreedyRound(shape) in self._resident)
+        return frozenset(one.shape for one in self._greedy if one in self._resident)
 
     @property
     def missing(self) -> tuple[Call, ...]:

@@ -3,19 +3,22 @@
 from dataclasses import replace
 from functools import partial
 
-from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.host.calls import RoundShape
 from peagle_jax.engine.host.k_by_load import candidates
 
 
-def round_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
+def round_shapes(config: EngineConfig, platform: str) -> tuple[RoundShape, ...]:
     """Shapes of all rounds, in the order in which they compile: first one round of each batch
-    bucket, the largest bucket in front, because its round serves any number of requests."""
+    bucket, the largest bucket in front, because its round serves any number of requests.
+
+    Args:
+      platform: as `pallas_kernels.device.Device.platform`.
+    """
     sizes = config.batch_buckets[::-1]
     shapes = [RoundShape(size, config.num_draft) for size in sizes]
     if config.adaptive != "off":
-        drafts = partial(candidates, config.num_draft, platform=dispatch.platform())
+        drafts = partial(candidates, config.num_draft, platform=platform)
         for size in sizes:
             shapes += [RoundShape(size, k) for k in drafts(size=size)]
     return tuple(dict.fromkeys(shapes))
@@ -35,16 +38,17 @@ _MANY = 4
 slot, tokens reach streams in larger groups, and rounds after the end of a text are wasted."""
 
 
-def rounds_per_call(config: EngineConfig, weights_bytes: int) -> int:
+def rounds_per_call(config: EngineConfig, platform: str, weights_bytes: int) -> int:
     """Rounds that a call of a greedy batch runs, if `config.rounds_per_call` does not say: `_MANY`
     on a GPU with a light model, where the options allow it, else 1. It is 1 on several devices too:
     more was not measured there.
 
     Args:
+      platform: as of `round_shapes`.
       weights_bytes: size of target and head.
     """
     is_light = weights_bytes < _LIGHT and config.tensor_parallel == 1
-    if dispatch.platform() != "cuda" or not is_light:
+    if platform != "cuda" or not is_light:
         return 1
     try:
         replace(config, rounds_per_call=_MANY)
@@ -53,7 +57,7 @@ def rounds_per_call(config: EngineConfig, weights_bytes: int) -> int:
     return _MANY
 
 
-def greedy_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
+def greedy_shapes(config: EngineConfig, platform: str) -> tuple[RoundShape, ...]:
     """Shapes that also have a program for batches of greedy requests, in the order in which they
     compile.
 
@@ -65,7 +69,7 @@ def greedy_shapes(config: EngineConfig) -> tuple[RoundShape, ...]:
     """
     wanted = config.greedy_rounds
     if wanted is None:
-        is_plain = dispatch.platform() == "cuda" and config.num_draft == 0
+        is_plain = platform == "cuda" and config.num_draft == 0
         wanted = is_plain or config.repeat > 1
     if not wanted or config.draft_sampling == "sample":
         return ()
