@@ -7,6 +7,7 @@ Command lines, prompt files, HTTP bodies and gRPC messages derive theirs from th
 here.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -142,10 +143,14 @@ def _refused(given: object) -> Never:
 
 
 def _int(given: object) -> int:
-    is_number = isinstance(given, int | str) and not isinstance(given, bool)
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError):
+            return int(given)
+        given = float(given)
     if isinstance(given, float) and given.is_integer():
         return int(given)
-    return int(given) if is_number else _refused(given)
+    is_number = isinstance(given, int) and not isinstance(given, bool)
+    return given if is_number else _refused(given)
 
 
 def _float(given: object) -> float:

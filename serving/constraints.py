@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from peagle_jax import ConfigError
 from peagle_jax.engine.structured.grammar import Grammars
@@ -166,7 +166,7 @@ class Constraints:
         key = hashlib.sha256(repr(parts).encode()).digest()
         origin = caller_id or network(address)
         try:
-            checked = self._recall(key)
+            checked = self._recall(key, origin)
             if checked is None:
                 check = lambda: self._check(key, structured, frame, origin)
                 checked = await self._checks.run(origin, check)
@@ -179,21 +179,21 @@ class Constraints:
                 Code.RESOURCE_EXHAUSTED, f"{error}; try again later", retry_after=1.0
             ) from error
 
-    def _recall(self, key: bytes) -> Checked | None:
+    def _recall(self, key: bytes, origin: str) -> Checked | None:
         """A constraint that has been checked, of no origin; None if it has not, or is forgotten.
 
         Raises:
           ConfigError: the check has refused it.
         """
-        rule = self._refused.get(key)
+        rule = self._refused.get(key, origin)
         if rule is not None:
             raise ConfigError.of("structured", rule)
-        return self._known.get(key)
+        return self._known.get(key, origin)
 
     def _check(self, key: bytes, structured: Structured, frame: str | None, origin: str) -> Checked:
         self._worker.prepare_matchers()
         # Another request of the same caller may have had it checked while this one waited.
-        checked = self._recall(key)
+        checked = self._recall(key, origin)
         if checked is not None:
             return checked
         process = self._idle.pop()  # as many as threads
@@ -227,9 +227,20 @@ class Constraints:
         return all(await asyncio.gather(*(pool.wait_closed(seconds) for pool in pools)))
 
 
+@dataclass
+class _Remembered[T]:
+    """What `_Memory` keeps: a value, its size, its end, and who used it."""
+
+    value: T
+    size: int
+    until: float
+    owners: set[str]
+
+
 class _Memory[T]:
     """What was used last, by key. Thread-safe. Where it is full, the owner of most of it loses what
-    it used longest ago, so no client makes the server forget the constraints of others.
+    it used longest ago, so no client makes the server forget the constraints of others, even those
+    that it uses itself.
 
     Args:
       seconds: how long it is kept.
@@ -237,37 +248,49 @@ class _Memory[T]:
 
     def __init__(self, seconds: float = math.inf):
         self._seconds, self._lock = seconds, threading.Lock()
-        self._entries: OrderedDict[bytes, tuple[T, str, int, float]] = OrderedDict()
-        """Value, owner, size and end of each."""
+        self._entries: OrderedDict[bytes, _Remembered[T]] = OrderedDict()
         self._sizes: Counter[str] = Counter()
+        """By owner; each counts all that it has used."""
 
-    def get(self, key: bytes) -> T | None:
+    def get(self, key: bytes, owner: str) -> T | None:
         """What was put under a key; None if there is nothing, or its time is up."""
         with self._lock:
-            value, _, _, until = self._entries.get(key, (None, "", 0, math.inf))
-            if time.monotonic() >= until:
-                self._drop(key)
+            entry = self._entries.get(key)
+            if entry is None:
                 return None
-            if value is not None:
-                self._entries.move_to_end(key)
-            return value
+            if time.monotonic() >= entry.until:
+                for one in tuple(entry.owners):
+                    self._drop(key, one)
+                return None
+            self._use(key, owner)
+            return entry.value
 
     def put(self, key: bytes, value: T, size: int, owner: str) -> None:
         """Keeps something with `size` characters."""
-        size += _EACH_REMEMBERED
+        until = time.monotonic() + self._seconds
         with self._lock:
-            if key in self._entries:
-                self._drop(key)
-            self._entries[key] = value, owner, size, time.monotonic() + self._seconds
-            self._sizes[owner] += size
-            while self._sizes.total() > _MOST_REMEMBERED:
-                ((largest, _),) = self._sizes.most_common(1)
-                self._drop(next(key for key, one in self._entries.items() if one[1] == largest))
+            entry = _Remembered(value, size + _EACH_REMEMBERED, until, set())
+            self._entries.setdefault(key, entry)
+            self._use(key, owner)
 
-    def _drop(self, key: bytes) -> None:
-        _, owner, size, _ = self._entries.pop(key)
-        self._sizes[owner] -= size
+    def _use(self, key: bytes, owner: str) -> None:
+        self._entries.move_to_end(key)
+        entry = self._entries[key]
+        if owner not in entry.owners:
+            entry.owners.add(owner)
+            self._sizes[owner] += entry.size
+        while self._sizes.total() > _MOST_REMEMBERED:
+            ((largest, _),) = self._sizes.most_common(1)
+            oldest = next(key for key, one in self._entries.items() if largest in one.owners)
+            self._drop(oldest, largest)
+
+    def _drop(self, key: bytes, owner: str) -> None:
+        entry = self._entries[key]
+        entry.owners.remove(owner)
+        self._sizes[owner] -= entry.size
         self._sizes += Counter()  # forgets owners of nothing
+        if not entry.owners:
+            del self._entries[key]
 
 
 class _FairPool:

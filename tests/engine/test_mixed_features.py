@@ -11,11 +11,13 @@ import pytest
 
 from bench.oracle import RandomTimes
 from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.engine.device import round_shapes
 from peagle_jax.engine.host import k_by_load
 from peagle_jax.structured import Structured
 from tests import tiny
 from tests.json_vocabulary import END, json_tokenizer
 from tests.programs import OneBucketConfig
+from tests.test_adaptive_rounds import UniformDrafter
 from tests.test_losslessness import OracleDrafter
 
 J, MAX_TOKENS = 4, 24
@@ -105,3 +107,47 @@ def test_requests_with_any_features_keep_the_text_of_plain_decoding(
     assert seen["preempted"] > 0
     assert seen["accepted"] > 100
     assert seen["cached"] > 0 or family == "gemma4"
+
+
+class FastestAt(RandomTimes):
+    """Rounds of one K are chosen wherever the engine may choose."""
+
+    def __init__(self, fastest: int):
+        super().__init__()
+        self.fastest = fastest
+
+    def seconds(self, size, drafts):
+        return {k: 0.01 if k == self.fastest else 1.0 for k in drafts}
+
+
+@pytest.mark.slow
+def test_a_seed_repeats_a_text_beside_rounds_without_drafts_and_forced_ones(monkeypatch, tmp_path):
+    """Elsewhere a round without drafts, or with drafts of another source, moves the seed on."""
+    monkeypatch.setattr(k_by_load.LoadPolicy, "decide_every", 1)
+    monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: (0, J))
+    tokenizer = json_tokenizer(tmp_path)
+    config = OneBucketConfig(num_draft=J, adaptive="load", draft_sampling="sample", **SIZES)
+    target = tiny.target(**tiny.ONE_LAYER, eos_ids=(tokenizer.added[END],))
+    times, drafter = FastestAt(J), UniformDrafter(J)
+    engine = Engine(target, None, config, tokenizer=tokenizer, drafter=drafter, times=times)
+    engine.warm_up()
+    long = SamplingParams(max_tokens=60, ignore_eos=True)
+    seeded = SamplingParams(max_tokens=24, ignore_eos=True, temperature=4.0, seed=5)
+    forced = SamplingParams(max_tokens=60, structured=Structured.choice(["[1, 2, 3]" * 5]))
+
+    def text(*neighbours: SamplingParams) -> list[int]:
+        """Of the seeded request, which joins others that decode plainly."""
+        others = [engine.add_request([7, 8, 9 + i], one) for i, one in enumerate(neighbours)]
+        while not all(len(one.output) > 8 for one in others):
+            engine.step()
+        if others:
+            assert engine.scheduler.num_draft_at(5) == 0
+        (done,) = engine.generate([[3, 4, 5]], seeded)
+        assert not any(one.error for one in others)
+        assert all(one.accepted > 0 for one in others if one.params is forced)
+        return done.tokens
+
+    alone = text()
+    times.fastest = 0
+    assert text(long, long, long) == alone
+    assert text(long, forced, forced) == alone

@@ -238,21 +238,26 @@ def test_what_is_remembered_is_bounded_in_number_and_time(monkeypatch):
     monkeypatch.setattr(constraints, "_MOST_REMEMBERED", 3000)
     memory = constraints._Memory()
     for key in (b"a", b"b", b"a", b"c"):
-        memory.get(key) or memory.put(key, f"text of {key}", 500, "a")
-    assert [memory.get(key) is None for key in (b"a", b"b", b"c")] == [False, True, False]
+        memory.get(key, "a") or memory.put(key, f"text of {key}", 500, "a")
+    assert [memory.get(key, "a") is None for key in (b"a", b"b", b"c")] == [False, True, False]
     short = constraints._Memory(seconds=0.0)
     short.put(b"a", "text", 4, "a")
-    assert short.get(b"a") is None
+    assert short.get(b"a", "a") is None
+    assert not short._sizes
 
 
 def test_a_client_makes_the_server_forget_no_constraint_of_others(monkeypatch):
+    """Not even one that it has sent first."""
     monkeypatch.setattr(constraints, "_MOST_REMEMBERED", 20_000)
     memory = constraints._Memory()
     memory.put(b"mine", "value", 100, "me")
+    memory.put(b"first", "value", 100, "other")
+    assert memory.get(b"first", "me") == memory.get(b"first", "other") == "value"
     for place in range(100):
         memory.put(b"%d" % place, "value", 1000, "other")
-    assert memory.get(b"mine") == memory.get(b"99") == "value"
-    assert memory.get(b"0") is None
+    for key in (b"mine", b"first", b"99"):
+        assert memory.get(key, "me") == "value"
+    assert memory.get(b"0", "me") is None
     assert memory._sizes.total() <= 20_000
 
 

@@ -203,6 +203,19 @@ def test_decimal_numbers_of_the_file(file):
     assert (found.port, found.drain_seconds, found.stats_seconds, found.max_n) == (0, 10, 2.5, 3)
 
 
+def test_a_whole_number_may_be_written_with_a_point_everywhere(file):
+    for arguments, environment in (
+        (file("max-n: 7.0"), {}),
+        ([], {"PEAGLE_MAX_N": "7.0"}),
+        (["--max-n", "7.0"], {}),
+    ):
+        found = resolve(arguments, environment)[0].max_n
+        assert (type(found), found) == (int, 7)
+    for text in ("7.5", "inf", "nan", "seven"):
+        with pytest.raises(ConfigError, match="must be a whole number"):
+            resolve([], {"PEAGLE_MAX_N": text})
+
+
 def test_a_foreign_host_is_refused_on_loopback_without_tokens():
     assert Settings().hosts == ["127.0.0.1"]
     assert Settings(host="0.0.0.0").hosts is None
