@@ -92,7 +92,7 @@ def _check_models(args, config: EngineConfig) -> None:
             raise ConfigError("--method none takes no --drafter: leave one of the two out")
         check_head_is_given(args.model, drafter, args.method)
     args.model, args.drafter = local_folder(args.model), list(map(local_folder, args.drafter))
-    check_folders(args.model, args.drafter, config)
+    check_folders(args.model, args.drafter, config, lora=args.lora)
 
 
 def _sampling(args, prompts: list[Prompt]) -> list[SamplingParams]:
@@ -311,6 +311,7 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
     with _loading(args):
         rules = dict(dtype=config.dtype, quantization=args.quantization, taps=args.taps)
         rules |= dict(tensor_parallel=args.tensor_parallel, activations=args.activations)
+        rules |= dict(lora=args.lora)
         folders = [drafter for drafter in args.drafter if not is_own(drafter)]
         target, heads, tokenizer = runs.load_methods(args.model, folders, **rules)
         texts = _texts(prompts, tokenizer, args)
@@ -413,7 +414,7 @@ def _load(args, config: EngineConfig) -> "Engine":
     from peagle_jax.cli.loading import load
 
     drafter = args.drafter[0] if args.drafter else None
-    weights = dict(quantization=args.quantization, taps=args.taps)
+    weights = dict(quantization=args.quantization, taps=args.taps, lora=args.lora)
     return load(args.model, drafter, method=args.method, config=config, **weights)
 
 

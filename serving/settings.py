@@ -287,7 +287,8 @@ def read_models(settings: Settings) -> Settings:
     """
     check_head_is_given(settings.model, settings.drafter, settings.method)
     model, drafter = local_folder(settings.model), local_folder(settings.drafter)
-    check_folders(model, [] if drafter is None else [drafter], engine_config(settings))
+    drafters = [] if drafter is None else [drafter]
+    check_folders(model, drafters, engine_config(settings), lora=settings.lora)
     changed: dict[str, str | None] = {"served_model_name": served_name(settings)}
     changed |= {"model": model and str(model), "drafter": drafter and str(drafter)}
     return replace(settings, **changed)

@@ -167,6 +167,12 @@ class ModelOptions(EngineOptions):
     quantization: Literal["fp8", None] = option(
         None, "quantise an unquantised target while it is read (128x128 blocks)"
     )
+    lora: str | None = option(
+        None,
+        "folder of a LoRA adapter that peft has saved, merged into the target while it is read",
+        NOT_EMPTY,
+        metavar="DIR",
+    )
 
 
 _OF_ENGINE = (
@@ -174,7 +180,7 @@ _OF_ENGINE = (
     *("kv_cache_dtype", "activations", "prefix_caching", "max_model_len"),
 )
 _OF_MODEL = (
-    *("model", "method", "num_speculative_tokens", "adaptive", "dtype", "quantization"),
+    *("model", "method", "num_speculative_tokens", "adaptive", "dtype", "quantization", "lora"),
     *_OF_ENGINE,
 )
 
