@@ -12,7 +12,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from peagle_jax.cli.command_line import given
 from peagle_jax.cli.model_folders import check_folders, check_head_is_given, local_folder
@@ -25,6 +27,7 @@ from peagle_jax.cli.options import (
     refuse_ineffective,
 )
 from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.extras import check_installed
 from peagle_jax.method.own_drafters import is_own, load_own
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text.prompts import (
@@ -36,6 +39,14 @@ from peagle_jax.text.prompts import (
     read_jsonl,
 )
 
+if TYPE_CHECKING:
+    from peagle_jax.engine.engine import Engine
+
+_BATCHES = "serving.http.batch"
+"""Reads the bodies of requests as the server does. It is above this package, and imported by its
+name where it is installed.
+"""
+_OPEN_IN_BATCH = 32
 INCOMPLETE = 3
 """Exit code of a run that skipped some prompts."""
 
@@ -81,7 +92,7 @@ def _check_models(args, config: EngineConfig) -> None:
             raise ConfigError("--method none takes no --drafter: leave one of the two out")
         check_head_is_given(args.model, drafter, args.method)
     args.model, args.drafter = local_folder(args.model), list(map(local_folder, args.drafter))
-    check_folders(args.model, args.drafter, config)
+    check_folders(args.model, args.drafter, config, lora=args.lora)
 
 
 def _sampling(args, prompts: list[Prompt]) -> list[SamplingParams]:
@@ -94,15 +105,16 @@ def _sampling(args, prompts: list[Prompt]) -> list[SamplingParams]:
 
 
 def _engine_config(args, prompts: list[Prompt], params: list[SamplingParams]) -> EngineConfig:
-    if args.concurrency < 1:
-        raise ConfigError(f"--concurrency {args.concurrency} must be at least 1")
+    concurrency = 1 if args.concurrency is None else args.concurrency
+    if concurrency < 1:
+        raise ConfigError(f"--concurrency {concurrency} must be at least 1")
     most = max((param.logprobs or 0) for param in params)
     # Methods are compared at one K, and one prompt at a time is always the same load.
-    is_fixed = args.compare or args.concurrency == 1
+    is_fixed = args.compare or concurrency == 1
     differing = dict(
         num_draft=args.num_speculative_tokens if args.compare or args.method != "none" else 0,
         adaptive=args.adaptive or ("off" if is_fixed else "load"),
-        max_num_seqs=min(args.concurrency, len(prompts)),
+        max_num_seqs=min(concurrency, len(prompts)),
         prefix_caching=args.prefix_caching and not args.compare,
         max_logprobs=max(5, most),
     )
@@ -233,13 +245,10 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     from tqdm import tqdm
 
     from peagle_jax.cli import runs
-    from peagle_jax.cli.loading import load
 
     start = time.perf_counter()
     with _loading(args):
-        drafter = args.drafter[0] if args.drafter else None
-        weights = dict(quantization=args.quantization, taps=args.taps)
-        engine = load(args.model, drafter, method=args.method, config=config, **weights)
+        engine = _load(args, config)
         texts = _texts(prompts, engine.tokenizer, args)
     if args.chat:
         params = [_after_reasoning(engine, *pair) for pair in zip(texts, params, strict=True)]
@@ -302,6 +311,7 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
     with _loading(args):
         rules = dict(dtype=config.dtype, quantization=args.quantization, taps=args.taps)
         rules |= dict(tensor_parallel=args.tensor_parallel, activations=args.activations)
+        rules |= dict(lora=args.lora)
         folders = [drafter for drafter in args.drafter if not is_own(drafter)]
         target, heads, tokenizer = runs.load_methods(args.model, folders, **rules)
         texts = _texts(prompts, tokenizer, args)
@@ -360,14 +370,35 @@ def _is_faster_plain(args) -> bool:
     return dispatch.platform() == "cpu"
 
 
-def _run(args) -> int:
-    prompts = _read_prompts(args)
-    params = _sampling(args, prompts)
-    refuse_ineffective(args)
-    config = _engine_config(args, prompts, params)
+def _batch(args) -> int:
+    """Answers a file of requests, see `serving.http.batch`."""
+    check_installed("serve", "peagle-generate --batch")
+    slots = _OPEN_IN_BATCH if args.concurrency is None else args.concurrency
+    settings = import_module("serving.settings").Settings(model=args.model)
+    differing = dict(
+        num_draft=args.num_speculative_tokens if args.method != "none" else 0,
+        adaptive=args.adaptive or "load",
+        max_num_seqs=slots,
+        # A request may have several sequences.
+        max_waiting=4 * slots * settings.max_n,
+    )
+    config = EngineConfig(**options_of_engine(args) | differing)
     with _loading(args):
         _check_models(args, config)
+    with contextlib.closing(import_module(_BATCHES).Batch(*map(Path, args.batch))) as batch:
+        config = _on_this_device(args, config)
+        with _loading(args):
+            engine = _load(args, config)
+        result = batch.run(engine, settings)
+    left = f", {result.left} left: run the command again" if result.left else ""
+    print(f"{result.answered} answered, {result.failed} failed{left}", file=sys.stderr)
+    if result.left:
+        return 1
+    return INCOMPLETE if result.failed else 0
 
+
+def _on_this_device(args, config: EngineConfig) -> EngineConfig:
+    """The config with this device's dtype, sizes and drafts; keeps compiled programs on disk."""
     from peagle_jax.cli import runs
 
     config = runs.with_prefill_sizes(replace(config, dtype=runs.choose_dtype(args.dtype)))
@@ -376,6 +407,27 @@ def _run(args) -> int:
     if _is_faster_plain(args):
         print(_PLAIN, file=sys.stderr)
         args.method, config = "none", replace(config, num_draft=0)
+    return config
+
+
+def _load(args, config: EngineConfig) -> "Engine":
+    from peagle_jax.cli.loading import load
+
+    drafter = args.drafter[0] if args.drafter else None
+    weights = dict(quantization=args.quantization, taps=args.taps, lora=args.lora)
+    return load(args.model, drafter, method=args.method, config=config, **weights)
+
+
+def _run(args) -> int:
+    refuse_ineffective(args)
+    if args.batch:
+        return _batch(args)
+    prompts = _read_prompts(args)
+    params = _sampling(args, prompts)
+    config = _engine_config(args, prompts, params)
+    with _loading(args):
+        _check_models(args, config)
+    config = _on_this_device(args, config)
     return (_compare if args.compare else _generate)(args, prompts, params, config)
 
 

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 from peagle_jax.cli.model_folders import embedded
 from peagle_jax.config import ConfigError
@@ -25,7 +24,7 @@ from serving.logs import configure, log_figures, log_refusal, log_request
 from serving.memory import settle_heap
 from serving.remote import RemoteEngine
 from serving.rpc.server import RpcServer
-from serving.settings import Settings, served_name
+from serving.settings import Settings, reply_format_of, served_name
 from serving.signals import Signals
 from serving.stream import Stream
 from serving.tracing import Tracer
@@ -84,14 +83,6 @@ def _tokenizer(settings: Settings) -> Tokenizer | None:
     return None
 
 
-def _reply_format(settings: Settings, tokenizer: Tokenizer | None) -> str:
-    """The option, or for the embedded model, whose template has no signs of a format, one that can
-    force calls.
-    """
-    is_embedded = tokenizer is not None and tokenizer.folder == Path(embedded("target"))
-    return "qwen3" if settings.reply_format == "auto" and is_embedded else settings.reply_format
-
-
 def _limits(settings: Settings) -> Limits:
     given = {name: getattr(settings, name) for name in options_of(Limits)}
     # More sequences than slots and places of the queue could never be accepted.
@@ -135,7 +126,7 @@ class _Service:
             worker,
             name=served_name(settings),
             limits=_limits(settings),
-            reply_format=_reply_format(settings, worker.description.tokenizer),
+            reply_format=reply_format_of(settings, worker.description.tokenizer),
             report=report,
             report_refusal=log_refusal,
         )

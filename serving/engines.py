@@ -31,6 +31,7 @@ def make_engine(settings: Settings) -> Engine:
         quantization=settings.quantization,
         tensor_parallel=settings.tensor_parallel,
         activations=config.activations,
+        lora=settings.lora,
     )
     drafter = load_own(settings.drafter, target, config)
     return engine_of(settings, config, target, head, tokenizer=tokenizer, drafter=drafter)

@@ -4,14 +4,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from peagle_jax.cli.model_folders import check_folders, check_head_is_given, local_folder
+from peagle_jax.cli.model_folders import (
+    check_folders,
+    check_head_is_given,
+    embedded,
+    local_folder,
+)
 from peagle_jax.cli.options import ModelOptions
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.options import NOT_EMPTY, Rule, at_least, option, options_of, read, within
 from serving.limits import SECONDS, Limits
 from serving.networks import is_loopback
+
+if TYPE_CHECKING:
+    from peagle_jax.text.tokenizer import Tokenizer
 
 MOST_CONNECTIONS = 2048
 """Upper bound of the default connection limit of each port."""
@@ -279,7 +287,8 @@ def read_models(settings: Settings) -> Settings:
     """
     check_head_is_given(settings.model, settings.drafter, settings.method)
     model, drafter = local_folder(settings.model), local_folder(settings.drafter)
-    check_folders(model, [] if drafter is None else [drafter], engine_config(settings))
+    drafters = [] if drafter is None else [drafter]
+    check_folders(model, drafters, engine_config(settings), lora=settings.lora)
     changed: dict[str, str | None] = {"served_model_name": served_name(settings)}
     changed |= {"model": model and str(model), "drafter": drafter and str(drafter)}
     return replace(settings, **changed)
@@ -294,3 +303,11 @@ def served_name(settings: Settings) -> str:
     from peagle_jax.checkpoint.hub import is_hub_id  # imports numpy, which --help does not need
 
     return settings.model if is_hub_id(settings.model) else Path(settings.model).resolve().name
+
+
+def reply_format_of(settings: Settings, tokenizer: "Tokenizer | None") -> str:
+    """The option, or for the embedded model, whose template has no signs of a format, one that can
+    force calls.
+    """
+    is_embedded = tokenizer is not None and tokenizer.folder == embedded("target")
+    return "qwen3" if settings.reply_format == "auto" and is_embedded else settings.reply_format

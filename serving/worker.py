@@ -202,6 +202,14 @@ class EngineWorker:
         has_ended = not self._thread.is_alive() or done.wait(timeout)
         return has_ended and not self._compiler.is_alive()
 
+    def join(self) -> None:
+        """Waits for both threads after `stop`: an interpreter that exits while one compiles
+        aborts.
+        """
+        for thread in (self._thread, self._compiler):
+            if thread.is_alive():
+                thread.join()
+
     def _post(self, function: Callable, *args) -> None:
         self._call(function, *args)
 

@@ -26,6 +26,7 @@ from peagle_jax.checkpoint.converted import Converted, joined, open_checkpoint
 from peagle_jax.checkpoint.fields import named, read_config
 from peagle_jax.checkpoint.head_json import head_json, head_unread_keys, speculators_json
 from peagle_jax.checkpoint.layout import Layout, Rule
+from peagle_jax.checkpoint.lora import Adapter
 from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, write
 from peagle_jax.checkpoint.streaming import stream
 from peagle_jax.checkpoint.tables import (
@@ -63,6 +64,7 @@ def _fill(
     dtype: str,
     quantization: Quantization | None,
     devices: Devices,
+    adapter: Adapter | None = None,
 ) -> None:
     """Replaces the abstract parameters of `module` by a checkpoint's tensors."""
     if devices.count > 1:
@@ -77,8 +79,9 @@ def _fill(
             params[rule.path].set_value(value)
         return value
 
-    if quantization or isinstance(checkpoint, Converted):
-        _fill_joined(module.config, layout, checkpoint, dtype, quantization, devices, keep)
+    if quantization or adapter is not None or isinstance(checkpoint, Converted):
+        rules = (dtype, quantization, adapter)
+        _fill_joined(module.config, layout, checkpoint, *rules, devices, keep)
         return
 
     def put(assembly: FileAssembly) -> jax.Array:
@@ -127,10 +130,13 @@ def _fill_joined(
     checkpoint: Checkpoint | Converted,
     dtype: str,
     quantization: Quantization | None,
+    adapter: Adapter | None,
     devices: Devices,
     keep: Callable[[Rule, jax.Array], jax.Array],
 ) -> None:
-    """One whole parameter after the other; `quantization` makes fp8 of matrices."""
+    """One whole parameter after the other; `quantization` makes fp8 of matrices, after `adapter` is
+    merged.
+    """
 
     def put(rule: Rule, array: np.ndarray, weight: tuple[int, ...]) -> None:
         # Cast in numpy: a cast on the device would need memory for two copies of the weight.
@@ -140,6 +146,8 @@ def _fill_joined(
     shapes = {rule.path: _shape(rule, checkpoint) for rule in layout.rules}
     for rule in layout.rules:
         array = joined(checkpoint, rule)
+        if adapter is not None:
+            array = adapter.merged(rule, array, checkpoint.tensors)
         weight = (*rule.path[:-1], "weight")
         if not quantization or rule.path != weight or rule.path[-2] not in _QUANTIZABLE:
             put(rule, array, shapes.get(weight, array.shape))
@@ -163,6 +171,7 @@ def load_target(
     dtype: str,
     quantization: Quantization | None = None,
     devices: Devices = ONE_DEVICE,
+    lora: str | Path | None = None,
 ) -> Decoder:
     """Loads a target model from a Hugging Face folder, or from a folder written by
     `peagle-convert`.
@@ -173,9 +182,11 @@ def load_target(
       quantization: "fp8" quantises the matrices of attention, MLP and experts during loading.
       devices: share the model, and each is sent its share only; by default it lies on the default
         device.
+      lora: folder of an adapter that is merged into the weights, see `lora.Adapter`.
     Raises:
       CheckpointError: the folder is no supported model, or tensors are missing, unused or
-        misshapen, or `quantization` is given for a model that is quantised.
+        misshapen, or `quantization` is given for a model that is quantised, or the adapter does not
+        fit.
     """
     if quantization not in (None, "fp8"):
         raise CheckpointError(f"{quantization=} is not supported; 'fp8' is")
@@ -190,8 +201,11 @@ def load_target(
                 "this checkpoint is quantised already; load it without "
                 f"quantization={quantization!r}"
             )
+        adapter = None if lora is None else Adapter(lora)
+        if adapter is not None:
+            adapter.fit(layout, checkpoint.tensors)
         model = nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0)))
-        _fill(model, layout, checkpoint, dtype, quantization, devices)
+        _fill(model, layout, checkpoint, dtype, quantization, devices, adapter)
     return model
 
 

@@ -188,18 +188,19 @@ class Checkpoint(Headers):
 
     `files` are those that were read, `file_of[name]` is the one that holds a tensor.
 
-    Files that count: those the index names if there is one, else `model.safetensors`, else the only
-    `*.safetensors`. Other copies of the weights in the folder are left alone.
+    Files that count: `file` if it is given, else those the index names if there is one, else
+    `model.safetensors`, else the only `*.safetensors`. Other copies of the weights in the folder
+    are left alone.
     """
 
-    def __init__(self, folder: str | os.PathLike):
+    def __init__(self, folder: str | os.PathLike, file: str | None = None):
         self.folder = Path(folder)
         self._maps: dict[Path, mmap.mmap] = {}
         self.file_of: dict[str, Path] = {}
         self.tensors = {}
         index = self.folder / INDEX
-        weight_map = _weight_map(index) if index.is_file() else None
-        self.files = self._files() if weight_map is None else self._shards(index, weight_map)
+        weight_map = _weight_map(index) if index.is_file() and file is None else None
+        self.files = self._files(file) if weight_map is None else self._shards(index, weight_map)
         for path in self.files:
             for name, info in read_header(path).items():
                 if name in self.tensors:
@@ -232,15 +233,17 @@ class Checkpoint(Headers):
                 "download index and files again, together"
             )
 
-    def _files(self) -> list[Path]:
+    def _files(self, file: str | None) -> list[Path]:
         if not self.folder.is_dir():
             raise CheckpointError(
                 f"{self.folder}: no such folder; give a Hugging Face model folder with "
                 "config.json and *.safetensors"
             )
-        whole = self.folder / "model.safetensors"
+        whole = self.folder / (file or "model.safetensors")
         if whole.is_file():
             return [whole]
+        if file is not None:
+            raise CheckpointError(f"{self.folder}: holds no {file}")
         # A pipe by such a name would be waited for without end.
         files = sorted(path for path in self.folder.glob("*.safetensors") if path.is_file())
         if len(files) == 1:

@@ -26,6 +26,7 @@ def load_weights(
     taps: Sequence[int] | None = None,
     tensor_parallel: int = 1,
     activations: str = "bf16",
+    lora: str | Path | None = None,
 ) -> tuple[Decoder, DraftHead | None, Tokenizer | None]:
     """Target, head and tokenizer.
 
@@ -40,6 +41,7 @@ def load_weights(
       taps: tap ids that override those of the head's config.json.
       tensor_parallel: number of devices that share the model (docs/parallel.md).
       activations: as in `EngineConfig`.
+      lora: folder of an adapter of peft, merged into the target before it is quantised.
 
     Raises:
       ConfigError: a file is missing, or head and target do not match.
@@ -50,7 +52,9 @@ def load_weights(
     if is_gguf(target_folder):
         target_folder = local_folder(target_folder)
     devices = Devices(tensor_parallel)
-    target = load_target(target_folder, dtype=dtype, quantization=quantization, devices=devices)
+    target = load_target(
+        target_folder, dtype=dtype, quantization=quantization, devices=devices, lora=lora
+    )
     order_weights(target, activations)
     has_text = (target_folder / "tokenizer.json").is_file()
     tokenizer = Tokenizer(target_folder) if has_text else None
@@ -75,6 +79,7 @@ def load(
     config: EngineConfig | None = None,
     quantization: Quantization | None = None,
     taps: Sequence[int] | None = None,
+    lora: str | Path | None = None,
 ) -> Engine:
     """An engine from Hugging Face folders; without arguments the embedded model with P-EAGLE.
 
@@ -94,6 +99,7 @@ def load(
         taps=taps,
         tensor_parallel=config.tensor_parallel,
         activations=config.activations,
+        lora=lora,
     )
     own = load_own(drafter, target, config)
     parts = {} if own is None else dict(drafter=own, taps=taps)

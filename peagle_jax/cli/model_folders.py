@@ -49,7 +49,11 @@ def check_head_is_given(
 
 
 def check_folders(
-    model: str | Path | None, drafters: Sequence[str | Path], config: EngineConfig
+    model: str | Path | None,
+    drafters: Sequence[str | Path],
+    config: EngineConfig,
+    *,
+    lora: str | Path | None = None,
 ) -> None:
     """Checks model folders and engine sizes by config.json alone, before jax is imported.
 
@@ -57,13 +61,17 @@ def check_folders(
       model: folder of the target; None is the embedded model.
       drafters: folders of heads.
       config: the engine's sizes.
+      lora: folder of an adapter for the target.
 
     Raises:
       ConfigError: a folder without a usable config.json, or sizes above the model's limits.
     """
     from peagle_jax.checkpoint.fields import read_config  # numpy, which --help does not need
+    from peagle_jax.checkpoint.lora_json import read_adapter_config
     from peagle_jax.checkpoint.target_json import target_config
 
+    if lora is not None:
+        read_adapter_config(Path(lora))
     target = target_config(embedded("target") if model is None else Path(model))
     check_sizes(target, config)
     check_shares(target, config.tensor_parallel)

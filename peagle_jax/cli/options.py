@@ -38,8 +38,11 @@ bad prompts: a line that is not a prompt refuses its file before anything is loa
   the model cannot run (too long for --max-model-len, ids outside the vocabulary) is left out: a
   line on stderr says which and why, the others run, and the exit code is 3. So it is when a text
   fails because the model's logits are not finite.
-exit codes: 0 done, 1 outputs differ, 2 bad input (one line says what), 3 done without some prompts,
-  130 interrupted"""
+batches: --batch reads JSON lines with custom_id, method, url (/v1/chat/completions or
+  /v1/completions) and body, and adds a line to the second file for each answer. A run that was
+  ended goes on where it stopped. It needs the extra serve.
+exit codes: 0 done, 1 outputs differ or the engine of a batch died, 2 bad input (one line says
+  what), 3 done without some prompts or lines, 130 interrupted"""
 
 
 _REMOVED = ("num_speculative_tokens_per_batch_size", "ngram")
@@ -94,6 +97,7 @@ def refuse_ineffective(args: argparse.Namespace) -> None:
         "--adaptive": args.adaptive not in (None, "off"),
     }
     reasons = (
+        (args.batch, "the lines of --batch say it", _beside_batch(args) if args.batch else {}),
         (args.compare, "--compare is greedy", drafting),
         (
             not args.compare and args.method == "none",
@@ -106,6 +110,23 @@ def refuse_ineffective(args: argparse.Namespace) -> None:
         for flag, is_given in options.items():
             if holds and is_given:
                 raise ConfigError(f"{flag} has no effect: {reason}; leave it out")
+
+
+_NOT_OF_BATCHES = (
+    *("prompt", "prompts", "limit", "compare", "chat", "system", "chat_option", "seed"),
+    *("json_object", "json_schema", "regex", "choice", "grammar"),
+    *("json", "show_drafts", "logprobs", *SAMPLED),
+)
+
+
+def _beside_batch(args: argparse.Namespace) -> dict[str, bool]:
+    """Whether options that a batch leaves without effect are given."""
+    defaults, flags = parser().parse_args([]), options_of(SamplingParams)
+    return {
+        f"--{flags[name].flag if name in flags else name.replace('_', '-')}": getattr(args, name)
+        != getattr(defaults, name)
+        for name in _NOT_OF_BATCHES
+    }
 
 
 def _text_of(path: str) -> str:
@@ -146,6 +167,12 @@ class ModelOptions(EngineOptions):
     quantization: Literal["fp8", None] = option(
         None, "quantise an unquantised target while it is read (128x128 blocks)"
     )
+    lora: str | None = option(
+        None,
+        "folder of a LoRA adapter that peft has saved, merged into the target while it is read",
+        NOT_EMPTY,
+        metavar="DIR",
+    )
 
 
 _OF_ENGINE = (
@@ -153,7 +180,7 @@ _OF_ENGINE = (
     *("kv_cache_dtype", "activations", "prefix_caching", "max_model_len"),
 )
 _OF_MODEL = (
-    *("model", "method", "num_speculative_tokens", "adaptive", "dtype", "quantization"),
+    *("model", "method", "num_speculative_tokens", "adaptive", "dtype", "quantization", "lora"),
     *_OF_ENGINE,
 )
 
@@ -182,9 +209,9 @@ def _add_model_options(add: Callable) -> None:
     add(
         "--concurrency",
         type=int,
-        default=1,
         metavar="N",
-        help="prompts decoded at once; at 1, as with --compare, --adaptive is off by default",
+        help="prompts decoded at once (default: 1, with --batch 32); at 1, as with --compare, "
+        "--adaptive is off by default",
     )
 
 
@@ -201,6 +228,12 @@ def parser() -> argparse.ArgumentParser:
     add("--prompts", metavar="FILE.jsonl", help="file of prompts, see below")
     add("--limit", type=int, metavar="N", help="use the first N prompts only")
     add("--compare", nargs="+", metavar="FILE_OR_PROMPT", help="compare methods on these prompts")
+    add(
+        "--batch",
+        nargs=2,
+        metavar=("IN.jsonl", "OUT.jsonl"),
+        help="answer a file in OpenAI's batch form, see below",
+    )
     add("--chat", action="store_true", help="send each prompt through the model's chat template")
     add("--system", metavar="TEXT", help="with --chat: what stands before the conversation")
     add(

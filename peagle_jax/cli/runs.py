@@ -281,13 +281,15 @@ def load_methods(
     taps: Sequence[int] | None = None,
     tensor_parallel: int = 1,
     activations: str = "bf16",
+    lora: str | None = None,
 ) -> tuple[Decoder, dict[str, DraftHead], Tokenizer | None]:
     """A target and its heads by method, "eagle3" before "peagle".
 
     Args:
       model: Hugging Face folder; None is the embedded model with its own heads.
       drafters: head folders; none with `model` None means the embedded heads.
-      dtype, quantization, taps, tensor_parallel, activations: as in `loading.load_weights`.
+      dtype, quantization, taps, tensor_parallel, activations, lora: as in
+        `loading.load_weights`.
 
     Raises:
       ConfigError: something is missing or does not fit, or two heads use one method.
@@ -295,7 +297,7 @@ def load_methods(
     devices = Devices(tensor_parallel)
     rules = dict(dtype=dtype, quantization=quantization, tensor_parallel=tensor_parallel)
     target, _, tokenizer = load_weights(
-        model, None, method="none", activations=activations, **rules
+        model, None, method="none", activations=activations, lora=lora, **rules
     )
     if not drafters and model is None:
         drafters = [embedded("eagle3"), embedded("peagle")]

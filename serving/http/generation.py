@@ -97,8 +97,7 @@ class Generation:
             if isinstance(call, dict):
                 await reply.content(call)
                 return
-            asks = [await self._frontend.constrain(ask, address=address) for ask in call.asks]
-            await self._answer(replace(call, asks=asks), reply)
+            await self._answer(call, address, reply)
         except ServiceError as error:
             self._frontend.refused("http", self._route.path, error)
             await reply.fail(error)
@@ -120,15 +119,33 @@ class Generation:
             content, Caller(request_id=request_id, address=address, trace=trace)
         )
 
-    async def _answer(self, call: Call, reply: Reply) -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            streams = [
-                await stack.enter_async_context(self._frontend.open(ask)) for ask in call.asks
-            ]
+    async def _answer(self, call: Call, address: str, reply: Reply) -> None:
+        async with _opened(call, self._frontend, address) as streams:
             if call.answer.is_stream:
                 await _send_events(call.answer, streams, reply)
             else:
                 await reply.content(await _whole(call.answer, streams))
+
+
+@contextlib.asynccontextmanager
+async def _opened(call: Call, frontend: Frontend, address: str) -> AsyncIterator[list[Stream]]:
+    """The streams of a request, which end with the block; its constraints are compiled first."""
+    asks = [await frontend.constrain(ask, address=address) for ask in call.asks]
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(frontend.open(ask)) for ask in asks]
+
+
+async def whole_answer(route: Route, frontend: Frontend, content: dict, caller: Caller) -> dict:
+    """The content of the complete answer to a request that asks for no stream.
+
+    Raises:
+      ServiceError: the request is refused, or ends with an error.
+    """
+    call = await route.read(content, caller)()
+    if isinstance(call, dict):
+        return call
+    async with _opened(call, frontend, caller.address) as streams:
+        return await _whole(call.answer, streams)
 
 
 async def _whole(answer: Answer, streams: Sequence[Stream]) -> dict:

@@ -41,6 +41,7 @@ def test_a_text_needs_no_extra():
         ("serving.__main__", "serve", ["--help"]),
         ("serving.client", "serve", ["x"]),
         ("bench.__main__", "serve", ["serve-load", "--help"]),
+        ("peagle_jax.__main__", "serve", ["--batch", "in.jsonl", "out.jsonl"]),
         ("peagle_jax.__main__", "structured", ["x", "--json-object", "--max-tokens", "2"]),
     ],
 )

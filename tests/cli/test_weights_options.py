@@ -1,8 +1,9 @@
 """`--quantization` and `--taps`: how the weights are read."""
 
+import numpy as np
 import pytest
 
-from tests import tiny
+from tests import adapters, tiny
 from tests.cli.test_generate import PROMPT, SHORT
 
 
@@ -30,3 +31,17 @@ def test_taps_must_be_numbers(generate, folders):
     code, _, err = generate(PROMPT, *folders.options(), *SHORT, "--taps", "1,x")
     assert code == 2
     assert "must be layer numbers" in err
+
+
+def test_a_merged_adapter_writes_what_the_merged_folder_writes(generate, folders, tmp_path):
+    products = adapters.save_adapter(tmp_path / "lora", adapters.modules_of(folders.target))
+    deltas = {name: np.float32(0.5) * product for name, product in products.items()}
+    adapters.save_merged(folders.target, tmp_path / "merged", deltas)
+    options = folders.options("none")
+    code, out, _ = generate(PROMPT, *options, *SHORT, "--lora", tmp_path / "lora")
+    assert code == 0
+    by_hand = ["--model", tmp_path / "merged", *options[2:]]
+    assert out == generate(PROMPT, *by_hand, *SHORT)[1]
+    assert out != generate(PROMPT, *options, *SHORT)[1]
+    drafted = generate(PROMPT, *folders.options(), *SHORT, "--lora", tmp_path / "lora")[1]
+    assert out == drafted

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import PROGRAM
+from peagle_jax.cli.options import parser as generate_parser
 from serving.client.options import parser as client_parser
 from serving.settings import Settings
 from serving.sources import parser as server_parser
@@ -80,8 +81,9 @@ def test_its_gateway_can_be_started():
 
 
 def test_every_option_that_is_named_exists():
-    options = {option for action in server_parser()._actions for option in action.option_strings}
-    options |= {option for action in client_parser()._actions for option in action.option_strings}
+    parsers = server_parser(), client_parser(), generate_parser()
+    actions = [action for one in parsers for action in one._actions]
+    options = {option for action in actions for option in action.option_strings}
     serve_load = PROGRAM.parser(["serve-load"])._subparsers._group_actions[0].choices["serve-load"]
     options |= {option for action in serve_load._actions for option in action.option_strings}
     options |= {"--worker-urls", "--build", "--tasks"}

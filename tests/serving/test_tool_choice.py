@@ -11,7 +11,6 @@ from peagle_jax.cli.model_folders import embedded
 from peagle_jax.engine.structured.grammar import Grammars
 from peagle_jax.structured import Structured
 from peagle_jax.text.tokenizer import Tokenizer
-from serving.app import _reply_format
 from serving.errors import ServiceError
 from serving.http.fields import Reading
 from serving.http.tools import ToolFields
@@ -19,7 +18,7 @@ from serving.limits import Limits
 from serving.replies.formats import FORMATS
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ToolCall
-from serving.settings import Settings
+from serving.settings import Settings, reply_format_of
 from tests.serving.scripted import END, TEMPLATE, make_tokenizer
 
 PARAMETERS = {
@@ -355,9 +354,9 @@ def test_any_schema_of_a_tool_has_a_grammar(form, schema, tmp_path):
 
 def test_the_embedded_model_takes_tools():
     tokenizer = Tokenizer(embedded("target"))
-    name = _reply_format(Settings(), tokenizer)
+    name = reply_format_of(Settings(), tokenizer)
     assert Replies(tokenizer, name).calls(TOOLS, is_parallel=True, must_call=True)
     text = tokenizer.chat_text([{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}])
     assert text == "a\nb"
-    assert _reply_format(Settings(reply_format="none"), tokenizer) == "none"
-    assert _reply_format(Settings(), None) == "auto"
+    assert reply_format_of(Settings(reply_format="none"), tokenizer) == "none"
+    assert reply_format_of(Settings(), None) == "auto"
