@@ -34,7 +34,6 @@ from bench.command import (
     methods,
     option,
 )
-from bench.kernel_times import profile_rounds
 from bench.models import Models, random_models
 from bench.presets import preset
 from bench.random_weights import num_bytes
@@ -83,9 +82,6 @@ class Options(CellOptions, EngineOptions):
       draft_sampling: how the head chooses drafts
       kv_cache_dtype: type of keys and values; auto: as --dtype
       prefills: repeats of the prefill alone; the row has their median
-      profile: trace some rounds after timing and list their kernels; with DIR, keep the traces
-        there
-      profile_rounds: rounds to trace
     """
 
     preset: str
@@ -103,8 +99,6 @@ class Options(CellOptions, EngineOptions):
     draft_sampling: Literal["argmax", "sample"] = "argmax"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     prefills: int = 3
-    profile: str | None = option(None, nargs="?", const="", metavar="DIR")
-    profile_rounds: int = 4
     out: Path = RESULTS / "decode_step.jsonl"
 
     def prefill_rows_of(self, concurrency: int) -> int:
@@ -350,9 +344,6 @@ def _measure(
         bar.set_description(f"{variant} x{concurrency}")
         try:
             row = _cell(options, engine, concurrency)
-            if options.profile is not None:
-                bar.set_description(f"{variant} x{concurrency}: profile")
-                row |= _profile(options, engine, concurrency, bar)
         except jax.errors.JaxRuntimeError as error:
             # The failed call consumed its donated buffers, so this engine is unusable.
             left = group[group.index(concurrency) :]
@@ -467,32 +458,6 @@ def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
     return row
 
 
-def _profile(options: Options, engine: Engine, concurrency: int, bar: tqdm) -> dict:
-    """Kernels of some rounds: printed, and as row fields (`kernels` None where there are none)."""
-    prompts = prompts_of(options, concurrency, engine.target_config.vocab_size)
-    folder = Path(options.profile) if options.profile else None
-    try:
-        found = profile_rounds(
-            engine, prompts, options.params, rounds=options.profile_rounds, folder=folder
-        )
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        # The cell is already timed: a failure of the profiler must not lose the row.
-        _say(bar, f"no kernels to list: {type(error).__name__}: {error}")
-        return {"kernels": None}
-    if found is None:
-        _say(bar, "no kernels to list: the trace shows no GPU, or requests were too short")
-        return {"kernels": None}
-    row = found.as_row(engine.target_config.num_layers)
-    _say(bar, runs.table(["kernel", "per round", "us per round", "share"], found.lines()))
-    _say(
-        bar,
-        f"{found.count:.0f} kernels a round, {row['kernels_per_layer']:.1f} a layer; "
-        f"{found.us:.0f} us of kernels in {found.span_us:.0f} us, the device busy for "
-        f"{100 * found.busy:.0f} %",
-    )
-    return row
-
-
 def peak_memory(num_devices: int) -> int | None:
     """Peak memory of the fullest device since process start in bytes; None if not reported."""
     stats = [device.memory_stats() or {} for device in first_devices(num_devices)]
@@ -501,7 +466,7 @@ def peak_memory(num_devices: int) -> int | None:
 
 COMMAND = Command(
     examples=(
-        "decode-step --preset gpt-oss-20b --layers 4 --max-tokens 64 --profile",
+        "decode-step --preset gpt-oss-20b --layers 4 --max-tokens 64",
         "decode-step --preset qwen3-coder-30b-a3b-fp8 --method none eagle3 peagle -K 3 7 \\\n"
         "      --synthetic-acceptance-length 3.1 --concurrency 1 8 32",
     ),
@@ -521,6 +486,8 @@ with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).
     options=Options,
     run=run,
     removed={
+        "profile": "`python -m lab.round_kernels` lists the kernels of a round",
+        "profile-rounds": "`python -m lab.round_kernels` lists the kernels of a round",
         "rows": "ragged rounds did not beat the best fixed K; leave it out",
         "weights": "weights are always random; leave it out",
         "cold-start": "serve-load --preset measures the start of a server",

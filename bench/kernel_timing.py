@@ -4,7 +4,10 @@ Each call has its own arguments and follows the one before on the GPU's stream. 
 in place is a result of the call before, so that XLA copies nothing.
 """
 
+import gzip
+import json
 import math
+import re
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,8 +17,7 @@ from typing import Any, Literal
 
 import jax
 
-from bench.kernel_times import latest_trace, profiler_options, read_trace
-
+_COPY = re.compile(r"mem(cpy|set)", re.IGNORECASE)
 _REPEATS = 5
 _SECONDS = 0.03  # of a repeat
 SHORT = 200e-6
@@ -117,8 +119,62 @@ def _traced(run: Callable[[int], Any], calls: int, turns: int) -> float | None:
             run(turns)
         finally:
             jax.profiler.stop_trace()
-        table = read_trace(latest_trace(Path(folder)), turns * calls)
-    return None if table is None else 1e-6 * table.us
+        kernels, _ = launches_of(latest_trace(Path(folder)))
+    return 1e-6 * sum(event["dur"] for event in kernels) / (turns * calls) if kernels else None
+
+
+def profiler_options() -> jax.profiler.ProfileOptions:
+    """A trace holds a million events. Python calls would leave no room for kernels."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 1
+    return options
+
+
+def latest_trace(folder: Path) -> Path:
+    """The newest `*.trace.json.gz` below a profiler's folder.
+
+    Raises:
+      FileNotFoundError: the profiler wrote none.
+    """
+    found = sorted(
+        folder.glob("plugins/profile/*/*.trace.json.gz"), key=lambda p: p.stat().st_mtime
+    )
+    if not found:
+        raise FileNotFoundError(f"{folder}: the profiler wrote no trace.json.gz")
+    return found[-1]
+
+
+def launches_of(path: Path) -> tuple[list[dict], list[dict]]:
+    """(kernels, copies and memory fills) on the streams of GPUs in a Chrome trace (gzip, JSON)."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        launches = _launches(json.load(file)["traceEvents"])
+    are_copies = [bool(_COPY.search(event["name"])) for event in launches]
+    of = lambda kind: [
+        one for one, is_copy in zip(launches, are_copies, strict=True) if is_copy is kind
+    ]
+    return of(False), of(True)
+
+
+def _launches(events: list[dict]) -> list[dict]:
+    """Complete events on the streams of GPUs.
+
+    A GPU's process may also have tracks that repeat the launches by module, operation or step. If
+    there are streams, only these count.
+    """
+    named = lambda kind: {
+        (event["pid"], event.get("tid")): event["args"]["name"]
+        for event in events
+        if event.get("ph") == "M" and event.get("name") == kind
+    }
+    gpus = {pid for (pid, _), name in named("process_name").items() if "/device:GPU" in name}
+    tracks = {where: name for where, name in named("thread_name").items() if where[0] in gpus}
+    streams = {where for where, name in tracks.items() if name.startswith("Stream")} or set(tracks)
+    return [
+        event
+        for event in events
+        if event.get("ph") == "X" and (event["pid"], event.get("tid")) in streams
+    ]
 
 
 def _links(args: tuple, results: Any) -> dict[int, int]:

@@ -1,35 +1,144 @@
 """Clients of a load test: processes that send requests by gRPC or HTTP and note when each message
-arrives.
+arrives; and the latencies that they saw.
 
 Nothing here imports jax, so that a process starts soon.
 """
 
 import asyncio
-import itertools
 import json
 import multiprocessing
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Literal, Self
 
 import grpc
+import numpy as np
 
-from bench.latency import Outcome
 from peagle_jax.config import ConfigError
+from peagle_jax.engine.host.stats import Acceptance
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos.peagle_v1_pb2_grpc import GenerationStub
 
 Protocol = Literal["grpc", "http"]
-PROTOCOLS: tuple[Protocol, ...] = ("grpc", "http")
 _CHANNEL = [("grpc.max_receive_message_length", -1)]
-_POLL = 1.0  # seconds between two calls of `on_second`
 _USAGE = re.compile(rb'"usage": ?{')  # null in all chunks but the last
 _LOST = "LOST"  # status of a request whose connection ended
-_GONE = (_LOST, "UNAVAILABLE")  # statuses of a server that has ended
+LATENCIES = ("ttft", "tpot", "e2e")
+_PERCENTILES = (50, 90, 99)
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """One request. Times are `time.perf_counter()`; `first` and `last` are arrivals of tokens.
+
+    `code` is its final gRPC status. `acceptance` comes from the server's usage, which only a
+    complete stream contains. `counted` is the server's number of tokens where their ids are not
+    sent. `arrivals` are those of all messages with tokens.
+    """
+
+    sent: float
+    code: str = ""
+    first: float | None = None
+    last: float | None = None
+    tokens: Sequence[int] = field(default_factory=lambda: array("i"))
+    counted: int | None = None
+    arrivals: array = field(default_factory=lambda: array("d"))
+    acceptance: pb.Acceptance | None = None
+
+    def arrive(self, now: float) -> None:
+        """Notes a message with tokens."""
+        self.first = self.first or now
+        self.last = now
+        self.arrivals.append(now)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) if self.counted is None else self.counted
+
+    def latency(self, name: str) -> float | None:
+        """Milliseconds of "ttft", "tpot" or "e2e"; None if undefined.
+
+        With speculation several tokens arrive per message, so time per output token counts tokens,
+        not messages: (e2e - ttft) / (tokens - 1).
+        """
+        if self.first is None:
+            return None
+        if name == "tpot":
+            rest = self.num_tokens - 1
+            return 1e3 * (self.last - self.first) / rest if rest > 0 else None
+        return 1e3 * ((self.first if name == "ttft" else self.last) - self.sent)
+
+    def meets(self, limits: Mapping[str, float]) -> bool:
+        """Whether the request succeeded within all limits (milliseconds by name of a latency)."""
+        latencies = {name: self.latency(name) for name in limits}
+        # A request of one token has no tpot, so it meets any tpot limit.
+        within = (latencies[name] is None or latencies[name] <= limits[name] for name in limits)
+        return self.code == "OK" and all(within)
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """The 50th, 90th and 99th percentile, as "p50" and so on; None without values."""
+    if not values:
+        return None
+    found = np.percentile(values, _PERCENTILES)
+    return {f"p{p}": float(value) for p, value in zip(_PERCENTILES, found, strict=True)}
+
+
+def figures(outcomes: Sequence[Outcome], seconds: float, limits: Mapping[str, float]) -> dict:
+    """The result fields of a row; latencies are of successful requests.
+
+    Args:
+      seconds: wall time from the first request to the last end.
+      limits: of `Outcome.meets`, for goodput; if empty, the row has no goodput.
+    """
+    good = [outcome for outcome in outcomes if outcome.code == "OK"]
+    tokens = sum(outcome.num_tokens for outcome in outcomes)
+    counts = Acceptance.of(o.acceptance for o in outcomes if o.acceptance is not None)
+    row = {
+        "requests": len(outcomes),
+        "codes": dict(sorted(Counter(outcome.code for outcome in outcomes).items())),
+        "seconds": seconds,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "requests_per_second": len(good) / seconds,
+    }
+    for name in LATENCIES:
+        values = [outcome.latency(name) for outcome in good]
+        row[f"{name}_ms"] = percentiles([value for value in values if value is not None])
+    if limits:
+        row["goodput_limits_ms"] = dict(limits)
+        row["goodput"] = sum(outcome.meets(limits) for outcome in outcomes) / seconds
+    return row | {
+        "rounds": counts.rounds,
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "acceptance_length": counts.length,
+        "acceptance_per_position": list(counts.rates),
+    }
+
+
+def gap_figures(outcomes: Sequence[Outcome], begin: float) -> dict:
+    """Row fields about the milliseconds between two messages of a stream, over all streams.
+
+    `gap_max_at` is the end of the longest one in seconds after `begin`, which is
+    `time.perf_counter()`. Without two messages of one stream all are None.
+    """
+    gaps = [np.diff(np.asarray(outcome.arrivals)) for outcome in outcomes]
+    ends = [np.asarray(outcome.arrivals)[1:] for outcome in outcomes]
+    if not (some := 1e3 * np.concatenate([np.zeros(0), *gaps])).size:
+        return {"gap_ms": None, "gap_max_at": None}
+    longest = int(some.argmax())
+    p50, p99 = np.percentile(some, (50, 99))
+    return {
+        "gap_ms": {"p50": float(p50), "p99": float(p99), "max": float(some[longest])},
+        "gap_max_at": float(np.concatenate(ends)[longest] - begin),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +147,10 @@ class Call:
 
     Args:
       start: seconds after the beginning; None starts the call as soon as a client is free.
-      cancel_after: tokens after which the client cancels the call; None never cancels. gRPC only.
-      deadline: in seconds; None for no deadline. gRPC only.
     """
 
     request: pb.GenerateRequest
     start: float | None = None
-    cancel_after: int | None = None
-    deadline: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +160,17 @@ class Work:
     Args:
       clients: number of clients, each with one call after the other; None starts every call at its
         `start`, without a limit.
-      seconds: repeat the calls, and begin none after this time; None makes each call once.
     """
 
     address: str
     protocol: Protocol
     todo: Sequence[Call]
     clients: int | None
-    seconds: float | None = None
 
 
 @dataclass(kw_only=True)
 class Loaded:
-    """Outcomes in the order of the calls, or with a limit of time in any order.
+    """Outcomes in the order of the calls.
 
     `begin` is `time.perf_counter()`, `seconds` the time from there to the last end, `cpu_seconds`
     that of all clients.
@@ -104,15 +207,12 @@ class Clients:
         address: str,
         concurrency: int | None,
         protocol: Protocol = "grpc",
-        seconds: float | None = None,
         on_done: Callable[[], object] = lambda: None,
-        on_second: Callable[[], object] = lambda: None,
     ) -> Loaded:
         """Makes all calls and waits for their ends; arguments as in `Work`.
 
         Args:
           on_done: called after each call.
-          on_second: called once a second.
         Raises:
           ConfigError: a client process failed.
         """
@@ -125,7 +225,7 @@ class Clients:
             clients = None if concurrency is None else len(range(place, concurrency, count))
             calls = [todo[number] for number in share]
             ways = dict(address=address, protocol=protocol)
-            pipe.send(Work(**ways, todo=calls, clients=clients, seconds=seconds))
+            pipe.send(Work(**ways, todo=calls, clients=clients))
         for pipe in pipes:
             _received(pipe)  # it has connected
         loaded = Loaded(begin=time.perf_counter())
@@ -134,18 +234,13 @@ class Clients:
         by_number: dict[int, Outcome] = {}
         left = set(pipes)
         while left:
-            ready = wait(left, timeout=_POLL)
-            on_second()
-            for pipe in ready:
+            for pipe in wait(left):
                 if (message := _received(pipe)) is None:
                     on_done()
                     continue
                 left.remove(pipe)
                 outcomes, end, cpu_seconds = message
-                if seconds is None:
-                    by_number |= zip(pipes[pipe], outcomes, strict=True)
-                else:
-                    loaded.outcomes += outcomes
+                by_number |= zip(pipes[pipe], outcomes, strict=True)
                 loaded.seconds = max(loaded.seconds, end - loaded.begin)
                 loaded.cpu_seconds += cpu_seconds
         loaded.outcomes += [by_number[number] for number in sorted(by_number)]
@@ -198,33 +293,23 @@ async def _load(work: Work, pipe: Connection) -> tuple[list[Outcome], float, flo
         begin, cpu = await asyncio.to_thread(pipe.recv), time.process_time()
         outcomes: list[Outcome | None] = [None] * len(work.todo)
 
-        async def make(index: int, connection: "_HttpConnection | None" = None) -> Outcome:
+        async def make(index: int, connection: "_HttpConnection | None" = None) -> None:
             call = work.todo[index]
             if call.start is not None:
                 await asyncio.sleep(max(0.0, begin + call.start - time.perf_counter()))
             if work.protocol == "grpc":
-                outcome = await _call(stub, call)
+                outcomes[index] = await _call(stub, call)
             else:
-                outcome = await (connection or _HttpConnection(work.address)).call(call)
-            if work.seconds is None:
-                outcomes[index] = outcome
-            else:
-                outcomes.append(outcome)
+                connection = connection or _HttpConnection(work.address)
+                outcomes[index] = await connection.call(call)
             pipe.send(None)
-            return outcome
 
         async def client(numbers: Iterator[int]) -> None:
             connection = _HttpConnection(work.address)
             for index in numbers:
-                if work.seconds is not None and time.perf_counter() > begin + work.seconds:
-                    return
-                outcome = await make(index, connection)
-                if work.seconds is not None and outcome.code in _GONE:
-                    return
+                await make(index, connection)
 
         numbers = iter(range(len(work.todo)))
-        if work.seconds is not None:
-            numbers, outcomes = itertools.cycle(numbers), []
         async with asyncio.TaskGroup() as group:
             if work.clients is None:
                 for index in numbers:
@@ -237,24 +322,16 @@ async def _load(work: Work, pipe: Connection) -> tuple[list[Outcome], float, flo
 
 async def _call(stub: GenerationStub, call: Call) -> Outcome:
     outcome = Outcome(sent=time.perf_counter())
-    rpc = stub.Generate(call.request, timeout=call.deadline)
-    limit = call.cancel_after
+    rpc = stub.Generate(call.request)
     try:
-        if limit == 0:
-            rpc.cancel()
         async for delta in rpc:
             if delta.token_ids:
                 outcome.arrive(time.perf_counter())
                 outcome.tokens.extend(delta.token_ids)
             if delta.HasField("usage"):
                 outcome.acceptance = delta.usage.acceptance
-            if limit is not None and len(outcome.tokens) >= limit:
-                rpc.cancel()
     except grpc.RpcError:
         pass  # the status code below is the result
-    except asyncio.CancelledError:
-        if not rpc.cancelled():  # this task is cancelled, not the call
-            raise
     outcome.code = (await rpc.code()).name
     return outcome
 

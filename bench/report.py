@@ -180,7 +180,7 @@ def derived(row: dict) -> dict:
 def _load(row: dict) -> str:
     if row["rate"] is not None:
         return f"{row['rate']:g} requests/s"
-    seconds = f", mixed lengths for {row['duration']} s" if row["duration"] else ""
+    seconds = f", mixed lengths for {row['duration']} s" if row.get("duration") else ""
     several = f", {row['api_processes']} API processes" if row["api_processes"] > 1 else ""
     return f"{row['concurrency']} requests{seconds}{several}"
 

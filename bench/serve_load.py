@@ -7,7 +7,6 @@ requests afterwards.
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import tempfile
 import time
@@ -23,8 +22,7 @@ from tqdm import tqdm
 from bench import rows
 from bench.cells import progress_bar
 from bench.command import RESULTS, Command, RowOptions, check_preset, option
-from bench.latency import figures, gap_figures
-from bench.load_clients import Call, Clients, Loaded
+from bench.load_clients import Call, Clients, Loaded, figures, gap_figures
 from bench.presets import preset
 from bench.random_server import Cell, RandomModel, in_child, measure_bare
 from bench.report import show
@@ -36,14 +34,10 @@ from serving.protos import peagle_v1_pb2 as pb
 from serving.protos.peagle_v1_pb2_grpc import GenerationStub
 from serving.sources import resolve
 
-_DISTINCT = 16  # calls for each client of a run with a --duration, which repeats them
-_SHORTEST = 4  # the part of the longest prompt and output that the shortest has
 _POLL = 0.1  # seconds
 _WARM_UP_TOKENS = 64
+_CLIENT_PROCESSES = 6  # at most
 _BARE = ("tokens_per_second", "ms_per_round", "ttft_ms_median", "acceptance_length")
-_FUNCTION = "look_up"
-
-
 Load = Callable[..., Loaded]
 """`Clients.load` of one server, protocol and concurrency."""
 
@@ -81,24 +75,17 @@ class Options(RowOptions):
         round on average
       no_bare: leave out the bare engine beside a preset
       protocols: how clients call the server, one row each: grpc, http (streams of /v1/completions)
-      client_processes: most client processes; never more than clients
       concurrency: numbers of clients, each with one request after the other
       rate: requests per second that arrive at random (Poisson), instead of --concurrency
       set: prompts: HumanEval, MT-Bench, NAME=FILE (JSON lines), or random (token ids)
       num_requests: requests at each concurrency or rate; four per client without it
-      duration: load a preset for N seconds at each concurrency instead, with prompts and outputs of
-        mixed lengths, at least a quarter of --prompt-tokens and --max-tokens
       max_tokens: new tokens per prompt
       prompt_tokens: tokens of the longest random prompt; of each one of a preset
       temperature: temperature; 0: greedy
       ignore_eos: go on after the end-of-text token
-      cancel_share: share of requests to cancel
-      deadline_ms: deadline of every request
-      constrained: share of requests with a JSON schema, half of them with a tool too; needs a
-        --reply-format that has calls
       goodput: also count requests within these limits: ttft:MS (time to first token), tpot:MS (time
         per output token), e2e:MS (whole request)
-      seed: seed of arrivals, prompts and cancellations
+      seed: seed of arrivals and prompts
       serve_options: options of peagle-serve
     """
 
@@ -108,21 +95,16 @@ class Options(RowOptions):
     synthetic_acceptance_length: float | None = None
     no_bare: bool = False
     protocols: tuple[str, ...] = option(("grpc",), type=_protocols, nargs=None, metavar="P,P")
-    client_processes: int = 6
     concurrency: tuple[int, ...] = option((1, 8, 32), excludes="load")
     rate: tuple[float, ...] = option(
         (), excludes="load", type=_list_of_rates, nargs=None, metavar="R,R"
     )
     set: str = "HumanEval"
     num_requests: int | None = None
-    duration: int | None = None
     max_tokens: int = 128
     prompt_tokens: int = 128
     temperature: float = 0.0
     ignore_eos: bool = False
-    cancel_share: float = 0.0
-    deadline_ms: int | None = None
-    constrained: float = 0.0
     goodput: tuple[tuple[str, float], ...] = option((), type=_limit, metavar="NAME:MS")
     seed: int = option(0, type=int)
     serve_options: tuple[str, ...] = option((), positional=True, nargs="*", metavar="-- OPTION")
@@ -132,30 +114,18 @@ class Options(RowOptions):
         if self.preset is not None:
             check_preset(self.preset)
             preset(self.preset, self.layers)
-            if self.address or self.constrained or self.cancel_share:
-                raise ConfigError(
-                    "--preset starts a server of its own for whole free requests: leave out "
-                    "--address, --constrained and --cancel-share"
-                )
+            if self.address:
+                raise ConfigError("--preset starts a server of its own: leave out --address")
         else:
-            for name in ("layers", "synthetic_acceptance_length", "duration", "no_bare"):
+            for name in ("layers", "synthetic_acceptance_length", "no_bare"):
                 if getattr(self, name):
                     raise ConfigError(f"--{name.replace('_', '-')} needs a --preset")
         if self.address and self.serve_options:
             raise ConfigError(
                 "options of peagle-serve go to a server that is started here: drop --address"
             )
-        refused = (self.address, self.cancel_share, self.deadline_ms, self.constrained)
-        if "http" in self.protocols and any(refused):
-            raise ConfigError(
-                "--protocols http is for whole free requests to a server that is started here"
-            )
-        if self.duration and self.rate:
-            raise ConfigError("--duration is for a fixed --concurrency: leave out --rate")
-        for name in ("cancel_share", "constrained"):
-            if not 0 <= (share := getattr(self, name)) <= 1:
-                name = name.replace("_", "-")
-                raise ConfigError(f"--{name} {share} must lie between 0 and 1")
+        if "http" in self.protocols and self.address:
+            raise ConfigError("--protocols http is for a server that is started here")
 
     def environment(self) -> dict:
         """Fields of all rows. A preset's server holds the memory of the device, which this process
@@ -246,17 +216,14 @@ def serve_load(options: Options, environment: dict) -> list[dict]:
 def _measured(options: Options) -> Iterator[Measured]:
     """Each cell by each protocol, without the environment in its row."""
     counts = [_count(options, concurrency or 16) for concurrency, _ in options.cells]
-    timed = dict(total=sum(counts) * len(options.protocols), unit="request")
-    if options.duration is not None:
-        seconds = options.duration * len(options.cells) * len(options.protocols)
-        timed = dict(total=seconds, unit="s")
+    total = sum(counts) * len(options.protocols)
     stored = _stored(options)
-    with _served(options) as (address, server), Clients(options.client_processes) as clients:
+    with _served(options) as (address, server), Clients(_CLIENT_PROCESSES) as clients:
         about = _about(address)
         started = {} if options.preset is None else _start_times(options, server, stored)
         prompts = _prompts(options, about)
         addresses = {"grpc": address, "http": "" if server is None else server.http_address}
-        with progress_bar(**timed) as bar:
+        with progress_bar(total=total, unit="request") as bar:
             for (concurrency, rate), count in zip(options.cells, counts, strict=True):
                 todo = calls(options, prompts, count, rate=rate)
                 for protocol in options.protocols:
@@ -283,32 +250,17 @@ def _measured(options: Options) -> Iterator[Measured]:
 def calls(
     options: Options, prompts: Prompts, count: int, *, rate: float | None = None
 ) -> list[Call]:
-    """`count` calls over `prompts`; arrivals and cancellations are drawn from the seed."""
+    """`count` calls over `prompts`; arrivals are drawn from the seed."""
     rng = np.random.default_rng(options.seed)
     starts = np.cumsum(rng.exponential(1 / rate, count)) if rate else [None] * count
-    made = []
     chosen = itertools.islice(itertools.cycle(prompts), count)
-    for index, (prompt, start) in enumerate(zip(chosen, starts, strict=True)):
-        is_cancelled = rng.random() < options.cancel_share
-        request = _request(prompt, options, index)
-        if options.duration is not None:
-            request.stopping.max_tokens = _mixed(rng, options.max_tokens)
-        made.append(
-            Call(
-                request=request,
-                start=start,
-                cancel_after=int(rng.integers(0, options.max_tokens)) if is_cancelled else None,
-                deadline=None if options.deadline_ms is None else options.deadline_ms / 1e3,
-            )
-        )
-    return made
+    return [
+        Call(request=_request(prompt, options), start=start)
+        for prompt, start in zip(chosen, starts, strict=True)
+    ]
 
 
-def _mixed(rng: np.random.Generator, most: int) -> int:
-    return int(rng.integers(-(-most // _SHORTEST), most + 1))
-
-
-def _request(prompt: str | list[int], options: Options, index: int) -> pb.GenerateRequest:
+def _request(prompt: str | list[int], options: Options) -> pb.GenerateRequest:
     request = pb.GenerateRequest(
         sampling=pb.Sampling(temperature=options.temperature),
         stopping=pb.Stopping(max_tokens=options.max_tokens, ignore_eos=options.ignore_eos),
@@ -317,46 +269,7 @@ def _request(prompt: str | list[int], options: Options, index: int) -> pb.Genera
         request.text = prompt
     else:
         request.tokens.ids.extend(prompt)
-    before, now = int(index * options.constrained), int((index + 1) * options.constrained)
-    if now > before:
-        _constrain(request, before)
     return request
-
-
-def _object(**properties: dict) -> dict:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [*properties],
-        "additionalProperties": False,
-    }
-
-
-_WORD = {"type": "string", "maxLength": 20}
-_COUNT = {"type": "integer", "minimum": 0, "maximum": 120}
-SCHEMAS = (
-    _object(first_name=_WORD, last_name=_WORD, age=_COUNT),
-    _object(city=_WORD, temperature={"type": "number"}, unit={"enum": ["celsius", "kelvin"]}),
-    _object(date={"type": "string", "format": "date"}, is_public_holiday={"type": "boolean"}),
-    {"type": "array", "items": {"enum": ["low", "medium", "high"]}, "minItems": 3, "maxItems": 6},
-)
-"""Of constrained requests, in turn."""
-
-
-def _constrain(request: pb.GenerateRequest, number: int) -> None:
-    """Adds a schema, and to every second constrained request a tool: the reply is then JSON of the
-    schema, or calls of the tool.
-
-    Raises:
-      ConfigError: the prompt is no text.
-    """
-    if request.WhichOneof("prompt") != "text":
-        raise ConfigError("--constrained needs prompts that are texts: choose another --set")
-    request.structured.json_schema = json.dumps(SCHEMAS[number // 2 % len(SCHEMAS)])
-    if number % 2:
-        prompt = request.text
-        request.chat.messages.add(role="user", content=prompt)
-        request.chat.tools.add(name=_FUNCTION, parameters_json=json.dumps({"type": "object"}))
 
 
 @contextlib.contextmanager
@@ -396,9 +309,7 @@ def _prompts(options: Options, about: pb.GetModelInfoResponse) -> Prompts:
     if options.set == "random":
         rng = np.random.default_rng(options.seed)
         most, count = options.prompt_tokens, options.num_requests or 256
-        if options.duration is not None:
-            lengths = [_mixed(rng, most) for _ in range(count)]
-        elif options.preset is not None:
+        if options.preset is not None:
             lengths = [most] * count
         else:
             lengths = rng.integers(max(1, most // 2), most + 1, count)
@@ -410,9 +321,6 @@ def _prompts(options: Options, about: pb.GetModelInfoResponse) -> Prompts:
 
 
 def _count(options: Options, clients: int) -> int:
-    """Requests of a cell; of a run with a duration those that it repeats."""
-    if options.duration is not None:
-        return _DISTINCT * clients
     return options.num_requests or max(32, 4 * clients)
 
 
@@ -429,9 +337,6 @@ def _identity(options: Options, about, concurrency: int | None, rate: float | No
         "rate": rate,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
-        "cancel_share": options.cancel_share,
-        "constrained_share": options.constrained,
-        "deadline_ms": options.deadline_ms,
         "seed": options.seed,
     }
 
@@ -450,8 +355,6 @@ def _preset_identity(options: Options) -> dict:
         "synthetic_acceptance_length": options.synthetic_acceptance_length,
         "set": "random tokens",
         "prompt_tokens": options.prompt_tokens,
-        "duration": options.duration,
-        "client_processes": options.client_processes,
         "api_processes": 1,
     }
 
@@ -510,7 +413,7 @@ def _measure(
 ) -> tuple[dict, list[list[int]]]:
     """Row fields, and the token ids of the texts."""
     before = {} if options.preset is None else processes(server.process.pid)
-    loaded = _load(options, load, todo, bar)
+    loaded = load(todo, on_done=bar.update)
     row = (
         figures(loaded.outcomes, loaded.seconds, options.limits)
         | gap_figures(loaded.outcomes, loaded.begin)
@@ -519,17 +422,6 @@ def _measure(
     if options.preset is not None:
         row["processes"] = used(before, processes(server.process.pid))
     return row, [list(outcome.tokens) for outcome in loaded.outcomes]
-
-
-def _load(options: Options, load: Load, todo: Sequence[Call], bar: tqdm) -> Loaded:
-    if options.duration is None:
-        return load(todo, on_done=bar.update)
-    begin, before = time.monotonic(), bar.n
-
-    def show_seconds() -> None:
-        bar.update(before + min(options.duration, int(time.monotonic() - begin)) - bar.n)
-
-    return load(todo, seconds=options.duration, on_second=show_seconds)
 
 
 def _add_bare(options: Options, measured: Sequence[Measured]) -> None:
@@ -599,6 +491,11 @@ processor time of each process of the server.
     options=Options,
     run=run,
     removed={
+        "client-processes": "there are as many as clients, at most six; leave it out",
+        "duration": "use --num-requests",
+        **dict.fromkeys(
+            ("cancel-share", "constrained", "deadline-ms"), "a load has whole free requests"
+        ),
         "overhead": "use --preset, whose rows have the bare engine's tokens per second too",
         "repeats": "it was for --overhead; leave it out",
         "lock-shares": "run `py-spy record --gil` beside the command",

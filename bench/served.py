@@ -158,7 +158,6 @@ class Process:
     """
 
     role: str
-    is_python: bool
     cpu_seconds: float
     resident_bytes: int
 
@@ -188,7 +187,6 @@ def _process(pid: int, stat: list[str]) -> Process:
     roles = [role for role, library in held if library in maps]
     return Process(
         role=" and ".join(roles) or (folder / "comm").read_text().strip(),
-        is_python="python" in os.readlink(folder / "exe"),
         cpu_seconds=cpu_seconds(stat),
         resident_bytes=int(stat[21]) * os.sysconf("SC_PAGE_SIZE"),
     )

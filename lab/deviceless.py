@@ -40,9 +40,9 @@ from typing import Any
 from bench import kernel_specs
 from bench.kernel_specs import specs_of, specs_on
 from lab import printed_code
-from pallas_kernels.device import B200, B300, H200, L4, RTX5090, Device
+from pallas_kernels.device import B200, B300, H200, L4, Device
 
-CHIPS = {"h200": H200, "b200": B200, "b300": B300, "rtx5090": RTX5090, "l4": L4}
+CHIPS = {"h200": H200, "b200": B200, "b300": B300, "l4": L4}
 _ROOT = Path(__file__).parents[1]
 _MMA = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pallas_kernels.device import B200, CPU, H200, L4, RTX5090, TPU7X, V5E, V6E, Device
+from pallas_kernels.device import B200, CPU, H200, L4, TPU7X, V5E, V6E, Device
 from peagle_jax.config import ConfigError
 
 Check = Literal["measured", "compiled", "interpreted", "reference", "refused"]
@@ -82,20 +82,20 @@ PLATFORMS = {
     "CPU": Platform(CPU, measured_as=("cpu",)),
     "Hopper (H200)": Platform(H200, "h200", ("NVIDIA H200", "NVIDIA H100 80GB HBM3")),
     "Blackwell (B200)": Platform(B200, "b200"),
-    "Blackwell (RTX 5090)": Platform(RTX5090, "rtx5090"),
     "Ada (L4)": Platform(L4, "l4"),
     "TPU v5e": Platform(V5E, "v5e"),
     "TPU v6e": Platform(V6E, "v6e"),
     "TPU 7x": Platform(TPU7X, "7x"),
+    "Blackwell (RTX 5090)": Platform(Device("NVIDIA GeForce RTX 5090", 120, 170)),
     "AMD": Platform(Device("AMD Instinct MI300X", platform="rocm")),
     "Intel": Platform(Device("Intel(R) Data Center GPU Max 1550", platform="oneapi")),
 }
 
 KERNELS: dict[str, dict[str, str]] = {
-    "products": {"cuda": "sm_90, sm_100, sm_120"},
-    "experts": {"cuda": "sm_90, sm_100, sm_120", "tpu": "mosaic_tpu"},
-    "attention": {"cuda": "sm_90, sm_100, sm_120"},
-    "norms, cache writes": {"cuda": "sm_90, sm_100, sm_120"},
+    "products": {"cuda": "sm_90, sm_100"},
+    "experts": {"cuda": "sm_90, sm_100", "tpu": "mosaic_tpu"},
+    "attention": {"cuda": "sm_90, sm_100"},
+    "norms, cache writes": {"cuda": "sm_90, sm_100"},
 }
 """Part -> platform -> its kernels; references everywhere else."""
 

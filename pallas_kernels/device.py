@@ -17,7 +17,7 @@ class Device:
     Attributes:
       name: as jax names the device.
       sm: generation of an NVIDIA chip, which selects its kernels: 90 Hopper, 100 Blackwell in data
-        centres, 120 Blackwell in RTX cards; of other NVIDIA chips the compute capability times ten.
+        centres; of other NVIDIA chips the compute capability times ten.
         0 if it is no NVIDIA chip.
       num_sms: streaming multiprocessors.
       smem_bytes: maximum shared memory per block; 0 if it is not known.
@@ -44,17 +44,16 @@ class Device:
 H200 = Device("NVIDIA H200", 90, 132, 232_448)
 B200 = Device("NVIDIA B200", 100, 148, 232_448)
 B300 = Device("NVIDIA B300", 100, 148, 232_448, variant=3)
-RTX5090 = Device("NVIDIA GeForce RTX 5090", 120, 170, 101_376)
 L4 = Device("NVIDIA L4", 89, 58)
 CPU = Device("cpu", platform="cpu")
 V5E = Device("TPU v5 lite", platform="tpu")
 V6E = Device("TPU v6 lite", platform="tpu")
 TPU7X = Device("TPU7x", platform="tpu")
 
-GENERATIONS = {90: H200, 100: B200, 120: RTX5090}
+GENERATIONS = {90: H200, 100: B200}
 """A chip of each generation with kernels. An operation may have none for one of them."""
 
-_VARIANTS = {103: 100, 121: 120}
+_VARIANTS = {103: 100}
 """Compute capability times ten -> generation whose kernels compile for it, where the two differ."""
 
 

@@ -78,8 +78,7 @@ def lower(function, args, device) -> None:
 def test_the_fixture_finds_a_slice_of_columns_of_a_tile_of_four_rows(
     columns, wrong, inside_a_period
 ):
-    """What attention did on RTX cards with four query heads per kv head: of 128 columns the last
-    64."""
+    """Four rows do not fill a swizzle tile; of 128 columns the last 64."""
 
     def body(x_gmem, out_gmem, rows_smem, barrier):
         for first in (0, 4):

@@ -16,7 +16,7 @@ from pallas_kernels.activations import (
 from pallas_kernels.block_gemm import reference
 from pallas_kernels.quantize.api import operand
 
-CHIPS = (90, 100, 120)
+CHIPS = (90, 100)
 """Generations (`Device.sm`) with a kernel."""
 TILES_CHIPS = (90,)
 """Generations whose products read fp8 weights in tiles (`pallas_kernels.fp8_tiles`)."""

@@ -261,7 +261,7 @@ def product(
                 ready_barrier=ready_barrier,
                 x_ready_barrier=x_ready_barrier,
                 x_free_barrier=x_free_barrier,
-                fenced=form.read_by_threads,
+                fenced=form.codec.read_by_threads,
             )
             return ring, at, block_scale
 

@@ -13,11 +13,10 @@ from pallas_kernels.block_gemm import api
 from pallas_kernels.device import Device
 
 CHIPS = api.CHIPS
-MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+MMA = {90: "wgmma", 100: "tcgen05.mma"}
 MMA_OF_QUANTIZED_ROWS = {
     90: r"wgmma.*\.e4m3\.e4m3$",
     100: r"tcgen05\.mma.*\.kind::f8f6f4$",
-    120: r"mma\.sync.*\.e4m3\.e4m3\.",
 }
 """The chip's own fp8 instruction: both operands are e4m3, so that no weight is unpacked."""
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.candidate_walk import reference
 
-CHIPS = (90, 100, 120)
+CHIPS = (90, 100)
 """Generations (`Device.sm`) with a kernel."""
 CANDIDATES = 16
 """Candidates of a draft in the kernel."""
@@ -14,7 +14,7 @@ _RANKS = range(64, 256 + 1, 64)
 """A copied row of bfloat16 begins at a multiple of 128 bytes, as TMA requires."""
 _MOST_DRAFTS = 16
 _ROWS_BYTES = 96 * 1024
-"""Most bytes of the rows of `before` that a block keeps in shared memory; RTX cards have 99 KiB."""
+"""Most bytes of the rows of `before` that a block keeps in shared memory."""
 
 
 def candidate_walk(

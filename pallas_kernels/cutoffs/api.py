@@ -8,11 +8,11 @@ from pallas_kernels.cutoffs import reference
 
 _COLUMNS = 128
 _LEAST = 1024
-_MOST = {90: 2**18, 100: 2**18, 120: 245_760}
-"""Most logits of a row by generation (`Device.sm`). Three quarters of them lie in the shared memory
+_MOST = 2**18
+"""Most logits of a row. Three quarters of them lie in the shared memory
 of eight thread blocks; a thread of the longest row has 256, of which it holds 64 in registers."""
-CHIPS = tuple(_MOST)
-"""Generations with a kernel."""
+CHIPS = (90, 100)
+"""Generations (`Device.sm`) with a kernel."""
 
 
 def cutoffs(
@@ -70,9 +70,8 @@ def _resolve(
     V, refusal = logits.shape[-1], None
     if V < _LEAST or V % _COLUMNS:
         refusal = f"{V} logits are not a multiple of {_COLUMNS} from {_LEAST}"
-    elif max(_MOST.values()) < V:
-        refusal = f"{V} logits are more than {max(_MOST.values())}"
+    elif V > _MOST:
+        refusal = f"{V} logits are more than {_MOST}"
     elif logits.dtype != jnp.float32:
         refusal = f"{logits.dtype} is not float32"
-    chips = CHIPS if refusal else tuple(sm for sm, most in _MOST.items() if most >= V)
-    return dispatch.resolve("cutoffs", implementation, chips=chips, refusal=refusal)
+    return dispatch.resolve("cutoffs", implementation, chips=CHIPS, refusal=refusal)

@@ -27,7 +27,6 @@ class Spec:
     top_k: int = 20
     top_p: float = 0.8
     spread: float = 3.0
-    chips: tuple[int, ...] = CHIPS
 
 
 SPECS = {
@@ -42,7 +41,7 @@ SPECS = {
     "qwen3-moe-32-flat": Spec(rows=256, width=151936, top_k=0, top_p=0.9, spread=1.0),
     "qwen3-moe-128": Spec(rows=1024, width=151936),
     "gpt-oss": Spec(rows=64, width=201088),
-    "gemma": Spec(rows=64, width=262144, top_k=64, top_p=0.95, chips=(90, 100)),
+    "gemma": Spec(rows=64, width=262144, top_k=64, top_p=0.95),
 }
 
 

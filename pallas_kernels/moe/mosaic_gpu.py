@@ -123,7 +123,7 @@ def _grouped(
                 num_steps=num_steps,
                 fetch=fetch,
                 ready_barrier=ready_barrier,
-                fenced=form.read_by_threads,
+                fenced=form.codec.read_by_threads,
             )
 
             def block_scales(i):

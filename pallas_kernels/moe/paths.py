@@ -27,7 +27,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.moe.reference import Choice, Experts
 from pallas_kernels.moe.worklist import most_items
 
-CHIPS = (90, 100, 120)
+CHIPS = (90, 100)
 """Generations (`Device.sm`) with kernels for experts and for routing."""
 MOST_SHARED = 16
 """Most rows that all items share: then an item has all rows, and is one for each chosen expert."""

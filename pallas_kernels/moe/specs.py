@@ -26,7 +26,7 @@ from pallas_kernels.moe.worklist import Worklist, make_worklist, own_items
 from pallas_kernels.rms_norm.api import add_rms_norm
 
 CHIPS = paths.CHIPS
-MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+MMA = {90: "wgmma", 100: "tcgen05.mma"}
 """Required matrix instruction of gate_up and down, by chip."""
 
 
@@ -66,11 +66,9 @@ class Spec:
 
     @property
     def chips(self) -> tuple[int, ...]:
-        """Chips with the kernel: RTX cards have shared memory for the counts of fewer rows."""
+        """Chips with the kernel."""
         if self.kernel in ("norm_product", "norm_route"):
             return (90,)
-        if self.kernel == "place" and self.rows > 8192:
-            return (90, 100)
         return chips_of(self.form)
 
     @property

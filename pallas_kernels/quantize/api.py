@@ -9,7 +9,7 @@ from pallas_kernels.activations import Quantized, whole_tiles
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 
-CHIPS = (90, 100, 120)
+CHIPS = (90, 100)
 """Generations (`Device.sm`) with a kernel."""
 _TILE = 8  # groups
 

@@ -9,7 +9,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.rms_norm import reference
 
 MAX_PARTS = 32
-CHIPS = (90, 100, 120)
+CHIPS = (90, 100)
 """Generations (`Device.sm`) with a kernel."""
 _WIDTHS = range(256, 8192 + 1, 64)
 """Row widths of the kernel. One block per narrow row would be mostly launch overhead."""

@@ -8,7 +8,7 @@ from pallas_kernels.rope_write import reference
 from pallas_kernels.rope_write.reference import Form
 
 MAX_PARTS = 32
-CHIPS = (90, 100, 120)
+CHIPS = (90, 100)
 """Generations (`Device.sm`) with a kernel."""
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.top import reference
 
-CHIPS = (90, 100, 120)
+CHIPS = (90, 100)
 """Generations (`Device.sm`) with a kernel."""
 COUNT = 16
 """Values that the kernel finds in a row."""

@@ -9,13 +9,8 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.verify_attention import reference
 
-CHIPS = (90, 100, 120)
+CHIPS = (90, 100)
 """Generations (`Device.sm`) with a kernel."""
-WIDE_CHIPS = (90, 100)
-"""Those with a kernel for a head dim of 512; its queries do not fit into the registers of the
-others."""
-
-
 SHARED_KEYS_CHIPS = (90,)
 """Those with the form for many queries, `mosaic_prefill`; `mosaic_sm90.choose_config` says which
 calls take it."""
@@ -90,7 +85,7 @@ def launch_of(
     return dispatch.resolve(
         "verify_attention",
         implementation,
-        chips=WIDE_CHIPS if q.shape[3] > 256 else CHIPS,
+        chips=CHIPS,
         refusal=_refusal(q, k_pages, v_pages),
     )
 
@@ -98,10 +93,9 @@ def launch_of(
 def kernel_of(launch: dispatch.Launch) -> Callable:
     """The kernel of a chip, `mosaic_merge.verify_attention`."""
     # Imported here: a slow import that CPU use does not need.
-    from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100, mosaic_sm120
+    from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100
 
-    chip = {90: mosaic_sm90, 100: mosaic_sm100, 120: mosaic_sm120}[launch.device.sm]
-    return chip.verify_attention
+    return {90: mosaic_sm90, 100: mosaic_sm100}[launch.device.sm].verify_attention
 
 
 def _refusal(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> str | None:

@@ -36,19 +36,12 @@ class Tile(NamedTuple):
       rows: M of the MMA.
       groups: maximum number of warpgroups; each computes 128 output columns.
       layout: register layout of a [rows, n] array.
-      swizzled: the MMA reads queries from swizzled shared memory.
-      chunk: maximum number of columns of a chunk of `plain_smem`. A kernel loads whole chunks: a
-        slice of the columns may start inside a period of the swizzle, because the swizzle tiles of
-        unaligned heads have fewer than 8 rows, and Mosaic counts from the start of the slice. It
-        then reads other columns, without an error.
       row_groups: maximum of `TuningConfig.row_groups`.
     """
 
     rows: int
     groups: int
     layout: Any
-    swizzled: bool = True
-    chunk: int = 128
     row_groups: int = 1
 
 
@@ -190,11 +183,6 @@ class AttentionPlan:
         return min(self.H, 128)
 
     @property
-    def chunk(self) -> int:
-        """Columns of a chunk of `plain_smem`; divides `columns`."""
-        return min(self.columns, self.tile.chunk)
-
-    @property
     def groups(self) -> int:
         """Warpgroups per thread block: each computes all scores and its own output columns."""
         return min(self.tile.groups, self.H // self.columns)
@@ -243,7 +231,7 @@ class AttentionPlan:
     def aligned(self) -> bool:
         """Whether queries and results pass through swizzled tiles, of which the G rows fill whole
         ones (8)."""
-        return self.tile.swizzled and self.G % 8 == 0
+        return self.G % 8 == 0
 
     @property
     def max_splits(self) -> int:

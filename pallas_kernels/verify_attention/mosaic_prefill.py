@@ -22,11 +22,9 @@ so the bits of a row are too. Key blocks that all rows of a consumer see are not
 blocks with the last queries, which see the most keys, start first.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -35,25 +33,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.pipeline import PagedPipeline
 from pallas_kernels.verify_attention import mosaic_softmax as softmax
 from pallas_kernels.verify_attention.mosaic_plan import RAW, AttentionPlan, result_type
-from pallas_kernels.verify_attention.mosaic_tiles import copy_key_block, store_result, widen
+from pallas_kernels.verify_attention.mosaic_tiles import (
+    copy_key_block,
+    load_queries,
+    store_result,
+    widen,
+)
 from pallas_kernels.verify_attention.mosaic_walk import Walk
-from pallas_kernels.verify_attention.mosaic_warpgroups import TILED, Cores
+from pallas_kernels.verify_attention.mosaic_warpgroups import TILED, accumulate, scores_during
 
 # Registers of a thread, of each consumer and of the producer: 3 x 168, moved from the producer.
 _REGISTERS = 240, 24
 # The same if the producer converts e4m3 pages, by head dim. ptxas uses 173 and 46, 229 and 33.
 _CONVERTING_REGISTERS = {64: (216, 72), 128: (232, 40)}
-
-
-class PrefillCores(Cores):
-    """Tensor cores that multiply while the warpgroup that started them executes something else."""
-
-    @abstractmethod
-    def scores_during(
-        self, plan: AttentionPlan, queries: Any, keys_smem: Any, meanwhile: Callable[[], Any]
-    ) -> tuple[jax.Array, Any]:
-        """(`scores` for a head dim of at most 128, result of `meanwhile()`, which is executed
-        during the product)."""
 
 
 class _PrefillScratch(NamedTuple):
@@ -71,7 +63,7 @@ class _PrefillScratch(NamedTuple):
     v_ready_barrier: Any  # [stages]
     free_barrier: Any  # [stages]; all consumers have finished the key block
     own_barrier: Any  # [row_groups]; synchronises the threads of a consumer
-    plain_smem: Any  # unless `AttentionPlan.aligned`: [row_groups, H / chunk, rows, chunk] bfloat16
+    plain_smem: Any  # unless `AttentionPlan.aligned`: [row_groups, 1, rows, H] bfloat16
     raw_k_smem: Any  # e4m3 pages: [raw_stages, key_block, H] e4m3
     raw_v_smem: Any  # e4m3 pages: [raw_stages, key_block, H] e4m3
     raw_ready_barrier: Any  # e4m3 pages: [raw_stages]; keys and values have arrived
@@ -79,17 +71,16 @@ class _PrefillScratch(NamedTuple):
 
 def _scratch_types(plan: AttentionPlan) -> _PrefillScratch:
     rows, stages, consumers = plan.tile.rows, plan.config.stages, plan.config.row_groups
-    bf16, chunks = jnp.bfloat16, plan.H // plan.chunk
+    bf16 = jnp.bfloat16
     raw_stages, block = plan.config.raw_stages, (plan.config.key_block, plan.H)
     raw = plgpu.SMEM((raw_stages, *block), jnp.float8_e4m3fn, transforms=RAW) if plan.fp8 else None
     arrivals = 1 if plan.fp8 else plan.copies
-    plain = (consumers, chunks, rows, plan.chunk)
-    copies_q = plan.tile_queries * (1 if plan.aligned else chunks)
+    plain = (consumers, 1, rows, plan.H)
     return _PrefillScratch(
         q_smem=plgpu.SMEM((consumers, rows, plan.H), bf16, transforms=TILED),
         k_smem=plgpu.SMEM((stages, *block), bf16, transforms=TILED),
         v_smem=plgpu.SMEM((stages, *block), bf16, transforms=plan.v_tiling),
-        q_ready_barrier=plgpu.Barrier(num_arrivals=copies_q, num_barriers=consumers),
+        q_ready_barrier=plgpu.Barrier(num_arrivals=plan.tile_queries, num_barriers=consumers),
         k_ready_barrier=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         v_ready_barrier=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         free_barrier=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
@@ -103,7 +94,7 @@ def _scratch_types(plan: AttentionPlan) -> _PrefillScratch:
     )
 
 
-def prefill_kernel(cores: PrefillCores, plan: AttentionPlan, interpret: Any) -> Callable:
+def prefill_kernel(plan: AttentionPlan, interpret: Any) -> Callable:
     """The kernel of a plan with several row groups: (q, k, v, table, positions[, sinks]) -> out."""
     rows, columns, key_block = plan.tile.rows, plan.columns, plan.config.key_block
     stages, consumers = plan.config.stages, plan.config.row_groups
@@ -193,9 +184,7 @@ def prefill_kernel(cores: PrefillCores, plan: AttentionPlan, interpret: Any) -> 
             q_smem = scratch.q_smem.at[group]
             plain_smem = None if plan.aligned else scratch.plain_smem.at[group]
             ready = scratch.q_ready_barrier.at[group]
-            queries = cores.load_queries(
-                plan, q_gmem, q_smem, plain_smem, ready, own, (b, tile, kv, 0), interpret
-            )
+            load_queries(plan, q_gmem, q_smem, plain_smem, ready, own, (b, tile, kv, 0))
             row_position = softmax.row_positions(plan, positions_gmem, b, tile)
             position = lambda query: positions_gmem[b, jnp.minimum(query, plan.T - 1)]
             first_position = position(tile * plan.tile_queries)
@@ -231,7 +220,7 @@ def prefill_kernel(cores: PrefillCores, plan: AttentionPlan, interpret: Any) -> 
                     plgpu.barrier_wait(scratch.k_ready_barrier.at[slot])
 
                 keys_smem = scratch.k_smem.at[slot]
-                scores, result = cores.scores_during(plan, queries, keys_smem, meanwhile)
+                scores, result = scores_during(plan, q_smem, keys_smem, meanwhile)
                 return mask(scores, walk.block_of(item) * key_block), result
 
             def visit(item, carry):
@@ -242,7 +231,7 @@ def prefill_kernel(cores: PrefillCores, plan: AttentionPlan, interpret: Any) -> 
                     slot = lax.rem(item, stages)
                     best, total, shrink, weights = softmax.weigh(best, total, scores)
                     plgpu.barrier_wait(scratch.v_ready_barrier.at[slot])
-                    out = cores.accumulate(
+                    out = accumulate(
                         out * spread(shrink),
                         weights.astype(jnp.bfloat16),
                         scratch.v_smem.at[slot],
@@ -264,11 +253,8 @@ def prefill_kernel(cores: PrefillCores, plan: AttentionPlan, interpret: Any) -> 
             _, running = lax.fori_loop(0, num_splits, one_split, (scores, running))
             sink = softmax.sink_values(plan, *sinks_gmem, kv) if sinks_gmem else None
             result = softmax.finish(running, sink, spread)
-            if plan.aligned:
-                outs_smem = [q_smem]
-            else:
-                outs_smem = [plain_smem.at[i] for i in range(plan.H // plan.chunk)]
-            store_result(plan, result, out_gmem, outs_smem, own, (b, tile, kv, 0))
+            out_smem = q_smem if plan.aligned else plain_smem.at[0]
+            store_result(plan, result, out_gmem, out_smem, own, (b, tile, kv, 0))
 
         @pl.when((num_splits > 0) & (group == consumers))
         def _():

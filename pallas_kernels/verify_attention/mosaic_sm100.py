@@ -89,13 +89,13 @@ class _BlackwellScratch(NamedTuple):
     wide_k_smem: Any  # e4m3 pages: [key_block, H] bfloat16
     v_smem: Any  # [stages, key_block, columns] bfloat16 or e4m3
     wide_v_smem: Any  # e4m3 pages: [key_block, columns] bfloat16
-    plain_smem: Any  # unless `AttentionPlan.aligned`: [H / chunk, rows, chunk] bfloat16
+    plain_smem: Any  # unless `AttentionPlan.aligned`: [H / columns, rows, columns] bfloat16
 
 
 def _scratch_types(plan: AttentionPlan) -> _BlackwellScratch:
     rows, columns, config, stages = TILE.rows, plan.columns, plan.config, plan.config.stages
     bf16 = jnp.bfloat16
-    chunks = plan.H // plan.chunk
+    chunks = plan.H // plan.columns
     k_smem, *wide_k_smem = plan.slots((plan.H,), _TILED)
     v_smem, *wide_v_smem = plan.slots((columns,), plan.v_tiling)
     copied = lambda: plgpu.Barrier(num_arrivals=plan.copies, num_barriers=stages)
@@ -117,7 +117,7 @@ def _scratch_types(plan: AttentionPlan) -> _BlackwellScratch:
         group_barrier=plgpu.Barrier(),
         wide_k_smem=wide_k_smem[0] if plan.fp8 else None,
         wide_v_smem=wide_v_smem[0] if plan.fp8 else None,
-        plain_smem=None if plan.aligned else plgpu.SMEM((chunks, rows, plan.chunk), bf16),
+        plain_smem=None if plan.aligned else plgpu.SMEM((chunks, rows, plan.columns), bf16),
     )
 
 
@@ -385,7 +385,7 @@ def _walk_kernel(plan: AttentionPlan, interpret):
                 result = result.astype(jnp.bfloat16)
                 out_smem = q_smem.at[:, my_columns] if plan.aligned else plain_smem.at[0]
                 place = (b, tile, kv, first_column)
-                store_result(plan, result, outs_gmem[0], [out_smem], group_barrier, place)
+                store_result(plan, result, outs_gmem[0], out_smem, group_barrier, place)
 
     return plgpu.kernel(
         body,

@@ -1,15 +1,10 @@
-"""Paged attention for Hopper: TMA-fed wgmma over key blocks, with a fixed-order split merge.
-
-The loop is that of `mosaic_warpgroups`. Queries, keys and values are read from shared memory, the
-weights of values from registers.
-"""
+"""Paged attention for Hopper: `mosaic_warpgroups`, or `mosaic_prefill` for many queries, and their
+tuning."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Device
@@ -23,15 +18,13 @@ from pallas_kernels.verify_attention.mosaic_plan import (
     choose_walks,
     splits_of,
 )
-from pallas_kernels.verify_attention.mosaic_prefill import PrefillCores, prefill_kernel
-from pallas_kernels.verify_attention.mosaic_tiles import load_queries
+from pallas_kernels.verify_attention.mosaic_prefill import prefill_kernel
 from pallas_kernels.verify_attention.mosaic_warpgroups import walk_kernel
 
 TILE = Tile(rows=64, groups=2, layout=plgpu.Layout.WGMMA, row_groups=2)
 # From here on two row tiles that share key blocks are faster (lab/kernels.md): queries of a
 # sequence, and positions.
 _SHARED_ROWS, _SHARED_KEYS = 512, 1024
-_SCORE_COLUMNS = 128  # head-dim columns of q and k in one unrolled group of wgmmas
 
 
 def choose_config(
@@ -84,53 +77,8 @@ def prefill_config(
     return TuningConfig(64, splits, 5 * wide, 1, 2)
 
 
-class _Wgmma(PrefillCores):
-    def load_queries(
-        self, plan, q_gmem, q_smem, plain_smem, ready_barrier, group_barrier, place, interpret
-    ):
-        load_queries(plan, q_gmem, q_smem, plain_smem, ready_barrier, group_barrier, place)
-        return q_smem
-
-    def scores(self, plan, q_smem, keys_smem):
-        if plan.H <= _SCORE_COLUMNS:
-            return self.scores_during(plan, q_smem, keys_smem, lambda: None)[0]
-
-        def score(acc_reg):
-            # Not unrolled: the descriptors of all steps would take registers.
-            @pl.loop(0, plan.H // _SCORE_COLUMNS)
-            def _(i):
-                part = pl.ds(i * _SCORE_COLUMNS, _SCORE_COLUMNS)
-                keys_part_smem = keys_smem.at[:, part]
-                plgpu.wgmma(acc_reg, q_smem.at[:, part], keys_part_smem.transpose((1, 0)))
-
-            return acc_reg[...]
-
-        return pl.run_scoped(score, plgpu.ACC((TILE.rows, keys_smem.shape[0]), jnp.float32))
-
-    def scores_during(self, plan, q_smem, keys_smem, meanwhile):
-        def score(acc_reg):
-            plgpu.wgmma(acc_reg, q_smem, keys_smem.transpose((1, 0)))
-            result = meanwhile()
-            return acc_reg[...], result
-
-        return pl.run_scoped(score, plgpu.ACC((TILE.rows, keys_smem.shape[0]), jnp.float32))
-
-    def accumulate(self, out_reg, weights_reg, values_smem, interpret):
-        # The interpreter supports neither an initialised accumulator nor a wgmma operand in
-        # registers.
-        if interpret is not None:
-            product = jnp.dot(weights_reg, values_smem[...], preferred_element_type=jnp.float32)
-            # unlike a wgmma read, this read needs a fence before the next TMA write
-            plgpu.commit_smem()
-            return out_reg + product
-        return pl.run_state(lambda acc_reg: plgpu.wgmma(acc_reg, weights_reg, values_smem))(
-            plgpu.ACC.init(out_reg)
-        )
-
-
 def _kernel(plan: AttentionPlan, interpret: Any) -> Callable:
-    form = prefill_kernel if plan.config.row_groups > 1 else walk_kernel
-    return form(_Wgmma(), plan, interpret)
+    return (prefill_kernel if plan.config.row_groups > 1 else walk_kernel)(plan, interpret)
 
 
 verify_attention = functools.partial(

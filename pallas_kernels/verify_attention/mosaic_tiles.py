@@ -24,20 +24,20 @@ def load_queries(
     Args:
       q_gmem: bfloat16 [B, T, K, G, H].
       q_smem: bfloat16 [rows, H].
-      plain_smem: bfloat16 [H / chunk, rows, chunk], in a layout that TMA writes G rows at a time;
-        None if `plan.aligned`.
+      plain_smem: bfloat16 [H / columns, rows, columns], in a layout that TMA writes G rows at a
+        time; None if `plan.aligned`.
       ready_barrier: completed by the copies.
       group_barrier: synchronises the warpgroups.
       place: (sequence, row tile, kv head, warpgroup).
     """
-    copy_queries(plan, q_gmem, q_smem, plain_smem, ready_barrier, place)
-    group, chunks = place[-1], plan.H // plan.chunk
+    _copy_queries(plan, q_gmem, q_smem, plain_smem, ready_barrier, place)
+    group, chunks = place[-1], plan.H // plan.columns
     if not plan.aligned:
         # TMA cannot write part of an 8-row swizzle tile, so the copy goes through registers.
         @pl.when(group == 0)
         def _():
             for i in range(chunks):
-                columns = pl.ds(i * plan.chunk, plan.chunk)
+                columns = pl.ds(i * plan.columns, plan.columns)
                 q_smem[:, columns] = plgpu.load(
                     plain_smem.at[i], layout=plgpu.Layout.WGMMA, optimized=False
                 )
@@ -47,11 +47,11 @@ def load_queries(
         plgpu.barrier_wait(group_barrier)
 
 
-def copy_queries(plan: AttentionPlan, q_gmem, q_smem, plain_smem, ready_barrier, place) -> None:
+def _copy_queries(plan: AttentionPlan, q_gmem, q_smem, plain_smem, ready_barrier, place) -> None:
     """Copies the rows of one tile to q_smem if `plan.aligned`, else to plain_smem; as
     `load_queries`."""
     b, tile, kv, group = place
-    chunks = plan.H // plan.chunk
+    chunks = plan.H // plan.columns
 
     @pl.when(group == 0)
     def _():
@@ -63,7 +63,7 @@ def copy_queries(plan: AttentionPlan, q_gmem, q_smem, plain_smem, ready_barrier,
                 plgpu.copy_gmem_to_smem(q_gmem.at[b, query, kv], q_smem.at[rows], ready_barrier)
                 return
             for i in range(chunks):
-                columns = pl.ds(i * plan.chunk, plan.chunk)
+                columns = pl.ds(i * plan.columns, plan.columns)
                 plgpu.copy_gmem_to_smem(
                     q_gmem.at[b, query, kv, :, columns], plain_smem.at[i, rows], ready_barrier
                 )
@@ -97,39 +97,32 @@ def copy_key_block(
             )
 
 
-def store_result(
-    plan: AttentionPlan, result_reg, out_gmem, outs_smem, group_barrier, place
-) -> None:
-    """Stores a finished tile through outs_smem, which other warpgroups may still read, to device
+def store_result(plan: AttentionPlan, result_reg, out_gmem, out_smem, group_barrier, place) -> None:
+    """Stores a finished tile through out_smem, which other warpgroups may still read, to device
     memory.
 
     Args:
       result_reg: bfloat16 [rows, columns] in registers.
       out_gmem: bfloat16 [B, T, K, G, H].
-      outs_smem: chunks of columns in ascending order, each bfloat16
-        [rows, columns / len(outs_smem)].
+      out_smem: bfloat16 [rows, columns].
       group_barrier: synchronises the warpgroups.
       place: (sequence, row tile, kv head, first column of the head dim).
     """
     b, tile, kv, first_column = place
-    width = plan.columns // len(outs_smem)
     if plan.groups > 1:
         plgpu.barrier_arrive(group_barrier)
         plgpu.barrier_wait(group_barrier)
-    for i, out_smem in enumerate(outs_smem):
-        out_smem[...] = result_reg[:, i * width : (i + 1) * width]
+    out_smem[...] = result_reg
     plgpu.commit_smem()
 
     first_query = tile * plan.tile_queries
 
     @pl.loop(0, jnp.minimum(plan.tile_queries, plan.T - first_query))
     def _(t):
-        for i, out_smem in enumerate(outs_smem):
-            columns = pl.ds(first_column + i * width, width)
-            plgpu.copy_smem_to_gmem(
-                out_smem.at[pl.ds(t * plan.G, plan.G)],
-                out_gmem.at[b, first_query + t, kv, :, columns],
-            )
+        plgpu.copy_smem_to_gmem(
+            out_smem.at[pl.ds(t * plan.G, plan.G)],
+            out_gmem.at[b, first_query + t, kv, :, pl.ds(first_column, plan.columns)],
+        )
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

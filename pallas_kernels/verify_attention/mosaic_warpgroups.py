@@ -1,4 +1,4 @@
-"""Paged attention whose sums are in registers: the loop over key blocks of Hopper and of RTX cards.
+"""Paged attention for Hopper: TMA-fed wgmma over key blocks, whose sums are in registers.
 
 A thread block owns up to 64 rows (queries times heads of one kv head). One or two warpgroups
 compute the same scores and 128 output columns each. Within a split the online softmax is rescaled
@@ -6,11 +6,11 @@ in registers after each key block. `mosaic_plan` describes the tiling of rows, k
 pages are converted to bfloat16 from one shared-memory buffer to another, which is exact.
 
 Warpgroup 0 issues all loads. A slot of the ring (`pipeline.PagedPipeline`) holds one key block of K
-and V; it is refilled when all warpgroups have read it. What multiplies is a chip's `Cores`.
+and V; it is refilled when all warpgroups have read it. Queries, keys and values are read from
+shared memory, the weights of values from registers.
 """
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from pallas_kernels.verify_attention import mosaic_softmax as softmax
 from pallas_kernels.verify_attention.mosaic_plan import AttentionPlan, result_type
 from pallas_kernels.verify_attention.mosaic_tiles import (
     copy_key_block,
+    load_queries,
     store_result,
     store_split,
     widen,
@@ -34,37 +35,61 @@ from pallas_kernels.verify_attention.mosaic_walk import Walk
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
-class Cores(ABC):
-    """Tensor cores of one chip, whose operands and sums have the register layout `Tile.layout`."""
+_SCORE_COLUMNS = 128  # head-dim columns of q and k in one unrolled group of wgmmas
 
-    @abstractmethod
-    def load_queries(
-        self,
-        plan: AttentionPlan,
-        q_gmem,
-        q_smem,
-        plain_smem,
-        ready_barrier,
-        group_barrier,
-        place,
-        interpret,
-    ) -> Any:
-        """Loads the rows of one tile, as `mosaic_tiles.load_queries`; returns them as `scores`
-        takes them."""
 
-    @abstractmethod
-    def scores(self, plan: AttentionPlan, queries: Any, keys_smem: Any) -> jax.Array:
-        """queries @ keys.T, float32 [rows, key_block]; keys_smem is bfloat16 [key_block, H]."""
+def scores_during(
+    plan: AttentionPlan, q_smem: Any, keys_smem: Any, meanwhile: Callable[[], Any]
+) -> tuple[jax.Array, Any]:
+    """(q @ keys.T, float32 [rows, key_block]; result of `meanwhile()`, which is executed during the
+    product).
 
-    @abstractmethod
-    def accumulate(
-        self, out_reg: jax.Array, weights_reg: jax.Array, values_smem: Any, interpret: Any
-    ) -> jax.Array:
-        """out_reg + weights_reg @ values, float32 [rows, columns] in registers.
+    q_smem is bfloat16 [rows, H], keys_smem bfloat16 [key_block, H]; H is at most 128.
+    """
 
-        weights_reg is bfloat16 [rows, key_block], values_smem bfloat16 [key_block, columns]. Keys
-        and values may be overwritten by a copy afterwards.
-        """
+    def score(acc_reg):
+        plgpu.wgmma(acc_reg, q_smem, keys_smem.transpose((1, 0)))
+        result = meanwhile()
+        return acc_reg[...], result
+
+    return pl.run_scoped(score, plgpu.ACC((plan.tile.rows, keys_smem.shape[0]), jnp.float32))
+
+
+def _scores(plan: AttentionPlan, q_smem: Any, keys_smem: Any) -> jax.Array:
+    """The product of `scores_during`, for any H."""
+    if plan.H <= _SCORE_COLUMNS:
+        return scores_during(plan, q_smem, keys_smem, lambda: None)[0]
+
+    def score(acc_reg):
+        # Not unrolled: the descriptors of all steps would take registers.
+        @pl.loop(0, plan.H // _SCORE_COLUMNS)
+        def _(i):
+            part = pl.ds(i * _SCORE_COLUMNS, _SCORE_COLUMNS)
+            keys_part_smem = keys_smem.at[:, part]
+            plgpu.wgmma(acc_reg, q_smem.at[:, part], keys_part_smem.transpose((1, 0)))
+
+        return acc_reg[...]
+
+    return pl.run_scoped(score, plgpu.ACC((plan.tile.rows, keys_smem.shape[0]), jnp.float32))
+
+
+def accumulate(
+    out_reg: jax.Array, weights_reg: jax.Array, values_smem: Any, interpret: Any
+) -> jax.Array:
+    """out_reg + weights_reg @ values, float32 [rows, columns] in registers.
+
+    weights_reg is bfloat16 [rows, key_block], values_smem bfloat16 [key_block, columns]. Keys and
+    values may be overwritten by a copy afterwards.
+    """
+    # The interpreter supports neither an initialised accumulator nor a wgmma operand in registers.
+    if interpret is not None:
+        product = jnp.dot(weights_reg, values_smem[...], preferred_element_type=jnp.float32)
+        # unlike a wgmma read, this read needs a fence before the next TMA write
+        plgpu.commit_smem()
+        return out_reg + product
+    return pl.run_state(lambda acc_reg: plgpu.wgmma(acc_reg, weights_reg, values_smem))(
+        plgpu.ACC.init(out_reg)
+    )
 
 
 class _WalkScratch(NamedTuple):
@@ -73,7 +98,7 @@ class _WalkScratch(NamedTuple):
     The order of the fields fixes the shared-memory addresses, and with them the generated code.
     """
 
-    q_smem: Any  # `Tile.swizzled`: [rows, H] bfloat16
+    q_smem: Any  # [rows, H] bfloat16
     k_smem: Any  # [stages, key_block, H] bfloat16 or e4m3
     wide_k_smem: Any  # e4m3 pages: [key_block, H] bfloat16
     v_smem: Any  # [stages, groups, key_block, columns] bfloat16 or e4m3
@@ -83,18 +108,18 @@ class _WalkScratch(NamedTuple):
     v_ready_barrier: Any  # one per slot
     free_barrier: Any  # one per slot: all warpgroups have finished the key block
     group_barrier: Any  # synchronises the warpgroups
-    plain_smem: Any  # unless `AttentionPlan.aligned`: [H / chunk, rows, chunk] bfloat16
+    plain_smem: Any  # unless `AttentionPlan.aligned`: [H / columns, rows, columns] bfloat16
 
 
 def _scratch_types(plan: AttentionPlan) -> _WalkScratch:
     rows, columns, groups, stages = plan.tile.rows, plan.columns, plan.groups, plan.config.stages
     bf16 = jnp.bfloat16
-    chunks = plan.H // plan.chunk
+    chunks = plan.H // plan.columns
     copies_q = plan.tile_queries * (1 if plan.aligned else chunks)
     k_smem, *wide_k_smem = plan.slots((plan.H,), TILED)
     v_smem, *wide_v_smem = plan.slots((groups, columns), plan.v_tiling)
     return _WalkScratch(
-        q_smem=plgpu.SMEM((rows, plan.H), bf16, transforms=TILED) if plan.tile.swizzled else None,
+        q_smem=plgpu.SMEM((rows, plan.H), bf16, transforms=TILED),
         k_smem=k_smem,
         v_smem=v_smem,
         q_ready_barrier=plgpu.Barrier(num_arrivals=copies_q),
@@ -104,11 +129,11 @@ def _scratch_types(plan: AttentionPlan) -> _WalkScratch:
         group_barrier=plgpu.Barrier(num_arrivals=groups),
         wide_k_smem=wide_k_smem[0] if plan.fp8 else None,
         wide_v_smem=wide_v_smem[0] if plan.fp8 else None,
-        plain_smem=None if plan.aligned else plgpu.SMEM((chunks, rows, plan.chunk), bf16),
+        plain_smem=None if plan.aligned else plgpu.SMEM((chunks, rows, plan.columns), bf16),
     )
 
 
-def walk_kernel(cores: Cores, plan: AttentionPlan, interpret: Any) -> Callable:
+def walk_kernel(plan: AttentionPlan, interpret: Any) -> Callable:
     """The main kernel: (q, k, v, table, positions[, sinks]) -> out, or (parts, stats) of each
     split."""
     config, merges_inside = plan.config, plan.merges_inside
@@ -169,7 +194,7 @@ def walk_kernel(cores: Cores, plan: AttentionPlan, interpret: Any) -> Callable:
             )
             pl.when(group == 0)(functools.partial(pipeline.start, first_item, first_pages))
 
-            tile_queries = cores.load_queries(
+            load_queries(
                 plan,
                 q_gmem,
                 q_smem,
@@ -177,7 +202,6 @@ def walk_kernel(cores: Cores, plan: AttentionPlan, interpret: Any) -> Callable:
                 q_ready_barrier,
                 group_barrier,
                 (b, tile, kv, group),
-                interpret,
             )
             row_position = softmax.row_positions(plan, positions_gmem, b, tile)
             spread = lambda x: lax.broadcast_in_dim(x, (rows, columns), (0,))
@@ -200,7 +224,7 @@ def walk_kernel(cores: Cores, plan: AttentionPlan, interpret: Any) -> Callable:
                     sync_groups()
 
                 # [rows, key_block] float32
-                scores = cores.scores(plan, tile_queries, keys_smem)
+                scores = _scores(plan, q_smem, keys_smem)
                 if plan.fp8:  # before wide_k_smem is overwritten
                     sync_groups()
                 scores = softmax.masked(plan, scores, walk.block_of(item) * key_block, row_position)
@@ -210,7 +234,7 @@ def walk_kernel(cores: Cores, plan: AttentionPlan, interpret: Any) -> Callable:
                 if plan.fp8:
                     widen(values_smem, wide_v_smem.at[group])
                     values_smem = wide_v_smem.at[group]
-                out = cores.accumulate(
+                out = accumulate(
                     out * spread(shrink),
                     weights.astype(jnp.bfloat16),
                     values_smem,
@@ -243,13 +267,9 @@ def walk_kernel(cores: Cores, plan: AttentionPlan, interpret: Any) -> Callable:
             if merges_inside:
                 sink = softmax.sink_values(plan, sinks_gmem, kv)
                 result = softmax.finish(running, sink, spread)
-                if plan.aligned:
-                    outs_smem = [q_smem.at[:, my_columns]]
-                else:
-                    chunks = columns // plan.chunk
-                    outs_smem = [plain_smem.at[group * chunks + i] for i in range(chunks)]
+                out_smem = q_smem.at[:, my_columns] if plan.aligned else plain_smem.at[group]
                 place = (b, tile, kv, first_column)
-                store_result(plan, result, outs_gmem[0], outs_smem, group_barrier, place)
+                store_result(plan, result, outs_gmem[0], out_smem, group_barrier, place)
 
     return plgpu.kernel(
         body,

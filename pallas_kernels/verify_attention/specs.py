@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.verify_attention import api
 
 CHIPS = api.CHIPS
-MMA = {90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+MMA = {90: "wgmma", 100: "tcgen05.mma"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,9 @@ class Spec:
 
     @property
     def chips(self) -> tuple[int, ...]:
-        """Generations with a kernel for this head dim."""
+        """Generations with a kernel."""
         compared = self.fp8 and self.shared_keys is False  # with shared keys
-        if self.shared_keys or compared:
-            return api.SHARED_KEYS_CHIPS
-        return api.WIDE_CHIPS if self.head_dim > 256 else api.CHIPS
+        return api.SHARED_KEYS_CHIPS if self.shared_keys or compared else api.CHIPS
 
     @property
     def form(self) -> tuple[bool, int] | None:

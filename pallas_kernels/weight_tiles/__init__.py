@@ -4,8 +4,7 @@ A `format.Format` joins two parts, so every storage format works on every chip:
 
 - a codec (`codecs`): how the stored bits become operands; `mxfp4` has the bit operations of MXFP4.
 - an MMA (matrix multiply-accumulate, `mma`): how a chip's tensor cores multiply; `mma_sm90` (wgmma,
-  Hopper), `mma_sm100` (tcgen05, Blackwell in data centres) and `mma_sm120` (mma.sync, Blackwell in
-  RTX cards) implement it.
+  Hopper) and `mma_sm100` (tcgen05, Blackwell in data centres) implement it.
 
 `warpgroups` is for blocks of several warpgroups. Start with the drawing in `format`.
 """

@@ -33,12 +33,11 @@ from pallas_kernels.weight_tiles.codecs import Codec, codec_of, codec_of_kind
 from pallas_kernels.weight_tiles.mma import Mma, Operands
 from pallas_kernels.weight_tiles.mma_sm90 import Wgmma
 from pallas_kernels.weight_tiles.mma_sm100 import Tcgen05
-from pallas_kernels.weight_tiles.mma_sm120 import MmaSync
 
 _SWIZZLE = 128  # bytes
 _SLOT_SCALES = 32
 """Fewest scales of x in a slot: TMA writes to multiples of 128 bytes."""
-_MMAS = {90: Wgmma(), 100: Tcgen05(), 120: MmaSync()}
+_MMAS = {90: Wgmma(), 100: Tcgen05()}
 
 
 def swizzled(dtype: jnp.dtype) -> tuple:
@@ -76,11 +75,6 @@ class Format:
     def rows(self) -> int:
         """Weight rows of one tile."""
         return self.mma.rows
-
-    @property
-    def read_by_threads(self) -> bool:
-        """Whether threads read a slot of the pipeline, and not only an asynchronous MMA."""
-        return self.codec.read_by_threads or self.mma.threads_read
 
     def stages(self, wanted: int, num_steps: int, most: int) -> int:
         """Pipeline stages, at least two. `wanted` counts stages of 64 rows; larger tiles get

@@ -1,6 +1,6 @@
 """Contract of a chip's matrix multiply-accumulate (MMA): weight tile times x tile, float32 sums.
 
-The weight is the M operand (64 rows with wgmma and mma.sync, 128 with tcgen05) and the tokens are
+The weight is the M operand (64 rows with wgmma, 128 with tcgen05) and the tokens are
 the N operand ("swap-AB"): M is then always full, and N is padded to a multiple of 8 only. Operands
 are bfloat16 or float16, or e4m3 with quantised activations. There are two ways to multiply, and
 `Codec.unpacked` decides:
@@ -9,9 +9,6 @@ are bfloat16 or float16, or e4m3 with quantised activations. There are two ways 
 - unpacked: threads convert the weights to the dtype of x, `part` columns at a time. They are the
   first operand, from registers (Hopper) or from tensor memory (Blackwell). x is read from shared
   memory.
-
-mma.sync, the MMA of RTX cards, takes operands from registers only: threads load x and stored tiles
-as well.
 
 In names and comments a part is a number of columns of a tile, `parts` is the number of weights that
 share x, and `pieces` is the number of token ranges that are multiplied one after the other.
@@ -63,14 +60,12 @@ class Mma(ABC):
       part: columns that one call of a codec's unpacker returns.
       layout: register layout of a product [rows, tokens].
       transposed: register layout for the transposed store to shared memory.
-      threads_read: threads load the operands of the MMA from shared memory.
     """
 
     rows: ClassVar[int]
     part: ClassVar[int]
     layout: ClassVar[plgpu.Layout]
     transposed: ClassVar[plgpu.Layout]
-    threads_read: ClassVar[bool] = False
 
     def groups(self, wanted: int) -> int:
         """Warpgroups of a block, given the preferred number."""

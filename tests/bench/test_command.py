@@ -84,8 +84,8 @@ def test_a_wrong_list_is_refused_by_its_wrong_item(line, message, capsys):
 
 
 def test_options_are_typed_and_have_their_defaults():
-    assert parse("decode-step --preset llama-3.1-8b -K 3 7 --profile") == DecodeStepOptions(
-        preset="llama-3.1-8b", k=(3, 7), profile=""
+    assert parse("decode-step --preset llama-3.1-8b -K 3 7") == DecodeStepOptions(
+        preset="llama-3.1-8b", k=(3, 7)
     )
     assert parse("kernels") == KernelOptions()
     assert parse("kernels --op moe --op block_gemm").op == ("moe", "block_gemm")

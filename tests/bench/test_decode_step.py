@@ -174,7 +174,7 @@ def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
         *("-K", "3", "--method", "none", "peagle"),
     ]
     argv += ["--concurrency", "3", "--max-tokens", "24"]
-    argv += ["--synthetic-acceptance-length", "2.5", "--prefill-rows", "1", "--profile"]
+    argv += ["--synthetic-acceptance-length", "2.5", "--prefill-rows", "1"]
     assert main(["decode-step", *argv]) == 0
     measured = [json.loads(line) for line in out.read_text().splitlines()]
     cells = [(row["method"], row["num_speculative_tokens"], row["concurrency"]) for row in measured]
@@ -193,7 +193,7 @@ def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
         assert 0 < row["dispatch_us"] < 1e6 * row["seconds"] / row["timed_rounds"]
         assert row["prefill_tokens_per_second"] > 0
         assert row["preemptions"] == 0
-        assert row["floor_ms"] is row["kernels"] is None  # no CPU has them
+        assert row["floor_ms"] is None  # no CPU has one
     drafted = [row for row in measured if row["method"] != "none"]
     assert all(1.8 < row["acceptance_length"] < 3.2 for row in drafted)
     assert "P-EAGLE" in capsys.readouterr().out

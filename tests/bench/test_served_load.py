@@ -17,8 +17,7 @@ import pytest
 
 from bench import report
 from bench.__main__ import main
-from bench.latency import Outcome, gap_figures
-from bench.load_clients import Call, Clients, http_body
+from bench.load_clients import Call, Clients, Outcome, gap_figures, http_body
 from bench.random_server import in_child, save_tokenizer
 from bench.timing import drive
 from peagle_jax import SamplingParams
@@ -55,8 +54,6 @@ def test_a_served_preset_has_rows_of_both_protocols_beside_the_bare_engine(tmp_p
         "--protocols",
         "grpc,http",
         "--concurrency",
-        "2",
-        "--client-processes",
         "2",
         "--num-requests",
         "6",
@@ -252,16 +249,9 @@ def test_what_a_child_raises_is_raised_here():
 
 
 MISTAKES = {
-    "needs a --preset": ["--duration", "3"],
-    "leave out --address": ["--preset", "qwen3-0.6b", "--constrained", "0.5"],
+    "needs a --preset": ["--layers", "3"],
+    "leave out --address": ["--preset", "qwen3-0.6b", "--address", "127.0.0.1:1"],
     "unknown preset": ["--preset", "qwen9"],
-    "leave out --rate": ["--preset", "qwen3-0.6b", "--duration", "3", "--rate", "3"],
-    "whole free requests to a server that is started": [
-        "--protocols",
-        "http",
-        "--deadline-ms",
-        "9",
-    ],
 }
 
 

@@ -25,7 +25,7 @@ def mxfp4(shape: tuple[int, ...], seed: int) -> ExpertWeights:
 
 
 @pytest.mark.sampled(1, slow=1)
-@pytest.mark.usefixtures("race_free", "wgmma_or_tcgen05")
+@pytest.mark.usefixtures("race_free", "chip")
 @pytest.mark.parametrize("tokens", [24, 48, 72, 80])
 @pytest.mark.parametrize("form", ["fp8", "mxfp4", "bf16", "fp8_rows"])
 def test_rows_of_an_item_do_not_change_a_bit(form, tokens):

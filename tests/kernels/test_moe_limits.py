@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.device import B200, H200, RTX5090
+from pallas_kernels.device import B200, H200
 from pallas_kernels.moe import paths
 from pallas_kernels.moe.paths import Call
 from pallas_kernels.moe.reference import Experts, ExpertWeights
@@ -32,8 +32,6 @@ def path_of(device, R: int, E: int, top_k: int, **options) -> str:
         (16384, 128, 8, H200, "place"),
         (16384, 128, 8, B200, "place"),
         (16385, 128, 8, H200, "sort"),
-        (8192, 128, 8, RTX5090, "place"),
-        (16384, 128, 8, RTX5090, "sort"),
         (300, 512, 8, H200, "sort"),
     ],
 )

@@ -20,7 +20,7 @@ from tests.kernels.experts import mixture, moe, without
 pytestmark = pytest.mark.sampled(2)
 
 race_free = pytest.mark.usefixtures("race_free")
-both_chips = pytest.mark.usefixtures("wgmma_or_tcgen05")
+both_chips = pytest.mark.usefixtures("chip")
 every_chip = pytest.mark.usefixtures("chip")
 LIMIT = 1.5  # low enough to clamp some gates and ups
 

@@ -44,7 +44,7 @@ def assert_placed(logits, bias, k: int, tokens: int, *, normalize: bool = True) 
     assert np.array_equal(weights[:, :R], alone[:, :R])
 
 
-@pytest.mark.usefixtures("race_free", "wgmma_or_tcgen05")
+@pytest.mark.usefixtures("race_free", "chip")
 @pytest.mark.parametrize(
     ("R", "E", "k", "tokens", "normalize", "bias", "ties"),
     [

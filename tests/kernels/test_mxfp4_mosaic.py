@@ -15,8 +15,7 @@ from tests.kernels.experts import moe
 pytestmark = pytest.mark.sampled(2)
 
 KERNEL = "mosaic_gpu"
-both_chips = pytest.mark.usefixtures("wgmma_or_tcgen05")
-every_chip = pytest.mark.usefixtures("chip")
+both_chips = pytest.mark.usefixtures("chip")
 
 
 def packed(*shape: int, seed: int = 0, low: int = 110, high: int = 131) -> tuple:
@@ -48,7 +47,7 @@ def product(x, values, scale) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.sampled(1, slow=2)
 @pytest.mark.usefixtures("race_free")
 @pytest.mark.parametrize(("R", "N", "K"), [(8, 144, 320), (9, 64, 768), (1, 80, 64)])
-@every_chip
+@both_chips
 def test_mxfp4_products_are_exact_but_for_the_order_of_sums(R, N, K):
     """K is no multiple of a step and N none of a tile, but for the second."""
     values, scale = packed(N, K)
@@ -76,8 +75,22 @@ def test_every_code_and_the_whole_documented_range_of_scales():
     assert np.array_equal(found.T, dequantize(jnp.asarray(codes), jnp.asarray(scale), jnp.float32))
 
 
+@pytest.mark.parametrize(("K", "fits"), [(65536, True), (131072, False)])
+def test_a_tile_that_does_not_fit_into_shared_memory_is_refused(K, fits):
+    """The scales of a whole row of tiles lie in shared memory, of which a block has 227 KB."""
+    made = jax.ShapeDtypeStruct
+    weight = made((320, K // 2), jnp.uint8), made((320, K // 32), jnp.uint8)
+    run = lambda x, w, scale: linear(x, w, scale=scale, implementation=KERNEL)
+    call = lambda: jax.eval_shape(run, made((64, K), jnp.bfloat16), *weight)
+    if fits:
+        assert call().shape == (64, 320)
+        return
+    with pytest.raises(NotImplementedError, match=r"232448 bytes.*use implementation='reference'"):
+        call()
+
+
 @pytest.mark.usefixtures("race_free")
-@every_chip
+@both_chips
 def test_per_row_fp8():
     values, scale = per_row(80, 144)
     x = rows(9, 144)
@@ -110,7 +123,7 @@ def small(*shape: int, seed: int) -> tuple:
 @pytest.mark.parametrize(
     ("make", "R", "F", "D"), [(small, 3, 128, 320), (small, 17, 64, 64), (per_row, 3, 64, 128)]
 )
-@every_chip
+@both_chips
 def test_experts_with_bias_and_limit(make, R, F, D):
     """17 rows are sorted by expert; D of 320 is a step and a quarter."""
     E, x = 3, rows(R, D)
@@ -123,7 +136,7 @@ def test_experts_with_bias_and_limit(make, R, F, D):
 
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.usefixtures("race_free")
-@every_chip
+@both_chips
 def test_rows_do_not_depend_on_their_company():
     E, F, D, R = 2, 64, 64, 17
     x, (ids, shares), both = rows(R, D), routed(R, E), experts(small, E, F, D)

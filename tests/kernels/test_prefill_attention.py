@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.device import H200
-from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100, mosaic_sm120
+from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100
 from pallas_kernels.verify_attention.mosaic_plan import Splits
 from tests.kernels.test_verify_attention_mosaic import CLOSE, Case, exactly, interpreted, kernel
 
@@ -120,7 +120,6 @@ def test_keys_of_nan_past_a_row_change_no_bit_of_row_tiles_that_share_keys():
         (mosaic_sm90, {}, 2, "with 2 walks"),
         (mosaic_sm90, dict(H=256), 1, "with a head dim of 256"),
         (mosaic_sm100, {}, 1, "on this chip, which has at most 1"),
-        (mosaic_sm120, dict(fp8=True), 1, "on this chip, which has at most 1"),
     ],
 )
 def test_row_tiles_share_no_keys_where_a_thread_block_cannot_hold_them(chip, sizes, walks, message):

@@ -21,7 +21,7 @@ from tests.kernels.compiled import dequantize, referenced
 from tests.kernels.experts import moe
 
 race_free = pytest.mark.usefixtures("race_free")
-both_chips = pytest.mark.usefixtures("wgmma_or_tcgen05")
+both_chips = pytest.mark.usefixtures("chip")
 every_chip = pytest.mark.usefixtures("chip")
 E4M3 = jnp.float8_e4m3fn
 

@@ -1,8 +1,12 @@
-"""Kernels of a round with their counts and times, from a trace of `jax.profiler`."""
+"""Kernels of a round with their counts and times, from a trace of `jax.profiler`.
 
-import gzip
-import json
+`python -m lab.round_kernels [--trace DIR] OPTIONS`; OPTIONS are those of `peagle-bench
+decode-step`. Each cell is traced for some rounds of a full batch.
+"""
+
+import argparse
 import re
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +15,19 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from bench import decode_step
+from bench.__main__ import PROGRAM
+from bench.kernel_timing import latest_trace, launches_of, profiler_options
+from bench.models import Models
+from bench.presets import preset
 from bench.timing import SETTLED, is_full
+from peagle_jax.cli import runs
 from peagle_jax.engine.engine import Engine
 from peagle_jax.sampling_params import SamplingParams
 
 _TOP = 25
+_ROUNDS = 4
 _NUMBER = re.compile(r"([._]\d+)+$")  # loop_add_fusion_12 is another use of loop_add_fusion
-_COPY = re.compile(r"mem(cpy|set)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,17 +66,6 @@ class KernelTable:
     @property
     def us(self) -> float:
         return sum(kernel.us for kernel in self.kernels)
-
-    def as_row(self, layers: int) -> dict:
-        """The part of a row; `layers` of the target."""
-        return {
-            "kernels_per_round": self.count,
-            "kernels_per_layer": self.count / layers,
-            "copies_per_round": self.copies,
-            "kernel_us_per_round": self.us,
-            "device_busy": self.busy,
-            "kernels": [vars(kernel) for kernel in self.kernels[:_TOP]],
-        }
 
     def lines(self) -> list[list[str]]:
         """name, count, microseconds, share: for a table."""
@@ -133,40 +132,14 @@ def _trace(engine: Engine, concurrency: int, rounds: int, folder: str) -> int:
     return traced
 
 
-def profiler_options() -> jax.profiler.ProfileOptions:
-    """A trace holds a million events. Python calls would leave no room for kernels."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    options.host_tracer_level = 1
-    return options
-
-
 def _drain() -> None:
     """Waits for the rounds in flight; the device runs its calls in order."""
     jnp.add(jnp.zeros(()), 1).block_until_ready()
 
 
-def latest_trace(folder: Path) -> Path:
-    """The newest `*.trace.json.gz` below a profiler's folder.
-
-    Raises:
-      FileNotFoundError: the profiler wrote none.
-    """
-    found = sorted(
-        folder.glob("plugins/profile/*/*.trace.json.gz"), key=lambda p: p.stat().st_mtime
-    )
-    if not found:
-        raise FileNotFoundError(f"{folder}: the profiler wrote no trace.json.gz")
-    return found[-1]
-
-
 def read_trace(path: Path, rounds: int) -> KernelTable | None:
-    """Kernels of a Chrome trace (gzip, JSON) that holds `rounds` rounds; None without a GPU in
-    it."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
-    launches = _launches(events)
-    kernels = [event for event in launches if not _COPY.search(event["name"])]
+    """Kernels of a trace that holds `rounds` rounds; None without a GPU in it."""
+    kernels, copies = launches_of(path)
     if not kernels:
         return None
     total = sum(event["dur"] for event in kernels)
@@ -186,31 +159,10 @@ def read_trace(path: Path, rounds: int) -> KernelTable | None:
     span, busy = _occupancy(kernels)
     return KernelTable(
         kernels=tuple(sorted(table, key=lambda kernel: -kernel.us)),
-        copies=(len(launches) - len(kernels)) / rounds,
+        copies=len(copies) / rounds,
         span_us=span / rounds,
         busy=busy / span if span else 0.0,
     )
-
-
-def _launches(events: list[dict]) -> list[dict]:
-    """Complete events on the streams of GPUs.
-
-    A GPU's process may also have tracks that repeat the launches by module, operation or step. If
-    there are streams, only these count.
-    """
-    named = lambda kind: {
-        (event["pid"], event.get("tid")): event["args"]["name"]
-        for event in events
-        if event.get("ph") == "M" and event.get("name") == kind
-    }
-    gpus = {pid for (pid, _), name in named("process_name").items() if "/device:GPU" in name}
-    tracks = {where: name for where, name in named("thread_name").items() if where[0] in gpus}
-    streams = {where for where, name in tracks.items() if name.startswith("Stream")} or set(tracks)
-    return [
-        event
-        for event in events
-        if event.get("ph") == "X" and (event["pid"], event.get("tid")) in streams
-    ]
 
 
 def _op(event: dict) -> str:
@@ -226,3 +178,46 @@ def _occupancy(kernels: list[dict]) -> tuple[float, float]:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return end - intervals[0][0], busy
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the kernels of each cell; 1 if a trace shows no GPU."""
+    parser = argparse.ArgumentParser(prog="python -m lab.round_kernels", description=__doc__)
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="keep the traces here")
+    own, rest = parser.parse_known_args(argv)
+    _, options = PROGRAM.parse(["decode-step", *rest])
+    options.check()
+    variants = decode_step.variants(options)
+    models = Models.random(
+        preset(options.preset, options.layers, options.selector),
+        [variant.method for variant in variants],
+        dtype=runs.choose_dtype(options.dtype),
+        seed=options.seed,
+        num_devices=options.tensor_parallel,
+    )
+    code = 0
+    for variant in variants:
+        for concurrency in options.concurrency:
+            engine = decode_step.engine_of(models, options, variant, (concurrency,))
+            engine.warm_up(only_greedy=decode_step.only_greedy(options, variant))
+            prompts = decode_step.prompts_of(options, concurrency, models.target.config.vocab_size)
+            found = profile_rounds(
+                engine, prompts, options.params, rounds=_ROUNDS, folder=own.trace
+            )
+            print(f"{variant} x{concurrency}")
+            if found is None:
+                print("the trace shows no GPU, or requests were too short")
+                code = 1
+                continue
+            print(runs.table(["kernel", "per round", "us per round", "share"], found.lines()))
+            layers = models.target.config.num_layers
+            print(
+                f"{found.count:.0f} kernels a round, {found.count / layers:.1f} a layer; "
+                f"{found.us:.0f} us of kernels in {found.span_us:.0f} us, the device busy for "
+                f"{100 * found.busy:.0f} %"
+            )
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
