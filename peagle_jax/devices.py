@@ -175,16 +175,24 @@ class Devices:
         return jax.make_array_from_single_device_arrays(tuple(wide), sharding, shares)
 
     def init_state(
-        self, target: TargetConfig, drafter: DrafterConfig | None, config: EngineConfig
+        self,
+        target: TargetConfig,
+        drafter: DrafterConfig | None,
+        config: EngineConfig,
+        links: jax.Array | None = None,
     ) -> State:
-        """`step.init_state`, made where it stays: no device ever holds the caches of all."""
+        """`step.init_state`, made where it stays: no device ever holds the caches of all.
+
+        Args:
+          links: of the state before, if there was one: messages are counted from the first on.
+        """
         make = functools.partial(init_state, target, drafter, config)
         if self.mesh is None:
             return make()
         state = jax.jit(make, out_shardings=self.state_shardings(jax.eval_shape(make)))()
         if not self.peers:
             return state
-        return replace(state, links=self.links())
+        return replace(state, links=self.links() if links is None else links)
 
     def links(self) -> jax.Array:
         """int32 [n, LINKS], the tables of devices that have sent no message; to be called once,
@@ -264,6 +272,21 @@ class Devices:
             weights = self._stacks.operands(weights)
             self._weight_specs = [leaf.sharding.spec for leaf in weights]
         return weights
+
+    def replace_weights(self, operands: list, leaves: list, take: list[Callable]) -> None:
+        """Replaces operands of programs one by one, so that no two models are in memory at once.
+
+        Args:
+          operands: what `take_weights` returned; changed in place.
+          leaves: weights of the same shapes and shardings.
+          take: for each of them a function of it and of the operand before it, which returns the
+            engine's own array.
+        """
+        alone = range(len(leaves)) if self.mesh is None else self._stacks.alone
+        for place, i in enumerate(alone):
+            operands[place] = take[i](leaves[i], operands[place])
+        if self.mesh is not None:
+            operands[len(alone) :] = self._stacks.stacks(leaves)
 
     def leaves(self, weights: list) -> list:
         """The weights, or one device's shares of them, from the operands of a program.

@@ -3,6 +3,10 @@
 from typing import Self
 
 
+class NotReady(RuntimeError):
+    """An engine cannot do this in its present state; the message says what comes first."""
+
+
 class ConfigError(ValueError):
     """Invalid configuration or request. The message tells the user what to change.
 

@@ -107,7 +107,7 @@ def three_k(monkeypatch):
 def step(engine: Engine, rng: random.Random) -> int | None:
     """One step. Returns the K of its round."""
     engine.step()
-    return next((c.num_draft for c, _ in engine._in_flight if isinstance(c, DecodeCall)), None)
+    return next((c.num_draft for c, *_ in engine._in_flight if isinstance(c, DecodeCall)), None)
 
 
 @pytest.mark.sampled(1, slow=0)

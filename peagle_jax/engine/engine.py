@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pickle import PicklingError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jax
 
+from peagle_jax.checkpoint.incoming import Weights
 from peagle_jax.config import (
     AttentionConfig,
     ConfigError,
@@ -31,6 +32,7 @@ from peagle_jax.engine.device.memory import summary_of, windows_of
 from peagle_jax.engine.device.outputs import Listener, OnUpdate, commit
 from peagle_jax.engine.device.program import Call, Program, Round
 from peagle_jax.engine.device.programs import Programs
+from peagle_jax.engine.device.replacement import drafter_of, replacement
 from peagle_jax.engine.device.resolve import resolve_config
 from peagle_jax.engine.device.round_timer import RoundTimer
 from peagle_jax.engine.device.sizes import check_sizes
@@ -42,9 +44,10 @@ from peagle_jax.engine.host.request import Request
 from peagle_jax.engine.host.round_times import RoundTimes
 from peagle_jax.engine.host.rules import banned_ids, check_request_of_model
 from peagle_jax.engine.host.scheduler import Scheduler, Update
+from peagle_jax.errors import NotReady
 from peagle_jax.extras import check_installed
 from peagle_jax.method.draft_head import DraftHead
-from peagle_jax.method.drafter import Drafter, make_drafter
+from peagle_jax.method.drafter import Drafter
 from peagle_jax.method.own_drafters import own_config
 from peagle_jax.method.step import AcceptRule
 from peagle_jax.method.verify import verify, verify_blocks
@@ -58,6 +61,9 @@ if TYPE_CHECKING:
     from peagle_jax.engine.structured.grammar import Grammars, Matcher
 
 _log = logging.getLogger(__name__)
+
+Running = Literal["keep", "finish", "abort"]
+"""What becomes of requests that run while weights are updated."""
 
 
 def _warn_above(trained: int | None, num_draft: int) -> None:
@@ -134,14 +140,9 @@ class Engine:
         if head is None and drafter is not None and devices.count > 1:
             raise ConfigError("a drafter without a head runs on one device, not on several")
         target, head = devices.placed(target), devices.placed(head)
-        if head is not None and drafter is None:
-            drafter = make_drafter(
-                head,
-                config.num_draft,
-                config.draft_sampling,
-                selector=config.selector,
-                target=target if devices.count == 1 else None,
-            )
+        self._devices, self._drafts_by_head = devices, head is not None and drafter is None
+        if self._drafts_by_head:
+            drafter = drafter_of(head, target, config, devices)
         self.config = resolve_config(
             self.target_config,
             self.drafter_config,
@@ -174,6 +175,12 @@ class Engine:
         )
         self._state = self.programs.init_state(self.target_config, self.drafter_config)
         self._in_flight: list[InFlight] = []
+        self.version = "0"
+        """Of the weights; `update_weights` changes it."""
+        self._num_updates = 0
+        self._has_cache, self._is_paused, self._is_stepping = True, False, False
+        self._is_torn = False
+        """Whether an update failed when some weights were replaced."""
         self.numbers = itertools.count()  # of requests; their seeds, where they have none
 
     def warm_up(
@@ -207,6 +214,7 @@ class Engine:
     def run_once(self) -> None:
         """Runs each compiled program without a request. Call it before requests come: first calls
         take longer."""
+        self._check_ready()
         self._state = self.programs.run_once(self._state)
 
     def compile_missing(
@@ -292,7 +300,9 @@ class Engine:
         Returns:
           Whether there was one.
         """
-        if self._timer is None or not self._timer.has_idle_run():
+        if self._timer is None or self._is_paused or not self._has_cache:
+            return False
+        if not self._timer.has_idle_run():
             return False
         self._state = self._timer.idle_run(self._state)
         return True
@@ -320,7 +330,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight)
+        """Whether `step` has something to do: not for requests that wait for `resume` or
+        `restore_cache`."""
+        if not self._has_cache:
+            return False
+        return bool(self._in_flight) or (self.scheduler.has_work and not self._is_paused)
 
     def add_request(
         self,
@@ -409,7 +423,18 @@ class Engine:
 
         Returns:
           (request, new tokens) for every request in the committed calls; see `request.is_finished`.
+
+        Raises:
+          NotReady: the cache is released, or an update of the weights has failed half-way.
         """
+        self._check_ready()
+        self._is_stepping = True
+        try:
+            return self._step(on_update)
+        finally:
+            self._is_stepping = False
+
+    def _step(self, on_update: OnUpdate) -> list[Update]:
         if not self.time_idle_round() and not self._in_flight and self._timer is not None:
             self._timer.interrupt()
         previous = len(self._in_flight)
@@ -429,10 +454,12 @@ class Engine:
         return updates
 
     def _dispatch(self) -> None:
-        """Plans the next calls and dispatches them."""
+        """Plans the next calls and dispatches them, unless the engine is paused."""
+        if self._is_paused:
+            return
         try:
-            calls = self.scheduler.schedule()
-            dispatched = dispatch(self.programs, self._state, calls, self.config.repeat)
+            calls, repeat = self.scheduler.schedule(), self.config.repeat
+            dispatched = dispatch(self.programs, self._state, calls, repeat, self.version)
             for self._state, call in dispatched:
                 self._in_flight += [] if call is None else [call]
         except BaseException:
@@ -450,7 +477,7 @@ class Engine:
     def _commit(self, on_update: OnUpdate) -> list[Update]:
         """Commits the oldest call in flight. An interrupt while its result is awaited loses
         nothing."""
-        call, result = self._in_flight[0]
+        call, result, version = self._in_flight[0]
         output = result.fetch()
         del self._in_flight[0]
         try:
@@ -458,10 +485,139 @@ class Engine:
                 replicas.check(output.replicas)
             if self._timer is not None:
                 self._timer.fetched(call)
-            return commit(self.scheduler, call, output, on_update)
+            return commit(self.scheduler, call, output, on_update, version)
         except BaseException:
             self._give_up()
             raise
+
+    def update_weights(
+        self,
+        weights: Weights | None = None,
+        *,
+        head: Weights | None = None,
+        version: str | None = None,
+        running: Running = "keep",
+        donate: bool = False,
+        on_update: OnUpdate = lambda request, tokens: None,
+    ) -> list[Update]:
+        """Replaces the weights; nothing compiles. All is checked before anything changes.
+
+        Cached prefixes are forgotten, and K is chosen anew. It waits for a thread that reads the
+        weights to compile a program.
+
+        Args:
+          weights: the target's: a module or a pytree of its parameters, with the engine's names,
+            shapes and dtypes, or unquantised for FP8 weights; a folder; or an iterable of (Hugging
+            Face name, array). The last two are cast and quantised as in loading. None: they stay.
+          head: likewise those of the head.
+          version: name of the weights; None: the number of updates of the target so far.
+          running: what becomes of requests that run. "keep": their next tokens are those of the new
+            weights, with which their keys and values are computed again. "finish": they run to
+            their end first, and none is admitted meanwhile. "abort": they end with the reason
+            "abort". Requests in the queue wait in each case.
+          donate: take device arrays over, so that the caller's are deleted; else copy them. Either
+            way one array after the other is replaced.
+          on_update: as of `step`, for the requests that finish or are aborted.
+
+        Returns:
+          Updates, as of `step`, of the requests that finish or are aborted.
+
+        Raises:
+          ConfigError: one line for each leaf that differs in name, shape or dtype, or has numbers
+            that are not finite. The engine is as before.
+          NotReady: it is called within a step, or requests are to finish while the engine is paused
+            or has no cache.
+        """
+        if running not in ("keep", "finish", "abort"):
+            raise ConfigError.of("running", f"{running!r} is none of keep, finish and abort")
+        if head is not None and not self._drafts_by_head:
+            raise ConfigError.of("head", "the engine drafts without a head: leave it out")
+        self._check_between_steps()
+        models = replacement(
+            self.programs, self._devices, self.config, weights, head, donate=donate
+        )
+        ended = self._end_running(running, on_update)
+        self.scheduler.start_over()
+        if self.policy is not None:
+            self.policy.start_over()
+        self._is_torn = True
+        models.take_over(self.programs)
+        self._is_torn = False
+        self._num_updates += weights is not None
+        if version is not None or weights is not None:
+            self.version = str(self._num_updates) if version is None else version
+        return ended
+
+    def _end_running(self, running: Running, on_update: OnUpdate) -> list[Update]:
+        """Lets the requests that run finish, or aborts them; returns their updates."""
+        begun = lambda: [
+            one for one in (*self.scheduler.active, *self.scheduler.waiting) if one.has_begun
+        ]
+        updates: list[Update] = []
+        if running == "abort":
+            updates = [(request, []) for request in begun()]
+            for request, _ in updates:
+                self.abort(request)
+            for update in updates:
+                on_update(*update)
+        elif running == "finish" and begun():
+            if self._is_paused:
+                raise NotReady("requests cannot finish in an engine that is paused")
+            self.scheduler.is_draining = True
+            try:
+                while begun():
+                    updates += self.step(on_update)
+            finally:
+                self.scheduler.is_draining = False
+        return updates
+
+    def pause(self) -> None:
+        """Stops after the calls in flight, which `step` commits. Requests keep their places, and
+        new ones wait. No effect on a paused engine."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._is_paused = False
+
+    def release_cache(self) -> None:
+        """Frees the device memory of all keys and values and of the slots; programs and weights
+        stay. Requests that run are preempted: `restore_cache` lets them go on, as if they had not
+        been, and cached prefixes are forgotten.
+
+        Raises:
+          NotReady: the cache is released already, or this is called within a step.
+        """
+        self._check_between_steps()
+        if not self._has_cache:
+            raise NotReady("the cache is released already: call restore_cache first")
+        self.scheduler.start_over()
+        self._has_cache = False
+        self._state = self.programs.released(self._state)
+
+    def restore_cache(self) -> None:
+        """Allocates again what `release_cache` freed. If memory is too small, the cache stays
+        released.
+
+        Raises:
+          NotReady: the cache is there.
+        """
+        if self._has_cache:
+            raise NotReady("the cache is not released")
+        links = self._state.links
+        self._state = self.programs.init_state(self.target_config, self.drafter_config, links)
+        self._has_cache = True
+
+    def _check_ready(self) -> None:
+        """Raises `NotReady` if no program can run."""
+        if not self._has_cache:
+            raise NotReady("the cache is released: call restore_cache first")
+        if self._is_torn:
+            raise NotReady("an update of the weights has failed half-way: update them again")
+
+    def _check_between_steps(self) -> None:
+        if self._is_stepping:
+            raise NotReady("this cannot be called within a step, as by on_update")
 
     def generate(
         self,
@@ -484,6 +640,9 @@ class Engine:
         requests: list[Request] = []
         try:
             while True:
+                if self._is_paused:
+                    raise NotReady("the engine is paused: call resume first")
+                self._check_ready()
                 room = self.scheduler.num_places
                 for item in itertools.islice(todo, room):
                     requests.append(self.add_request(*item, request_id=len(requests)))

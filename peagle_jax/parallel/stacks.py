@@ -39,17 +39,21 @@ class Stacks:
                 groups.setdefault(key, []).append(i)
         self._groups = [group for group in groups.values() if len(group) > 1]
         stacked = {i for group in self._groups for i in group}
-        self._alone = [i for i in range(len(leaves)) if i not in stacked]
+        self.alone = [i for i in range(len(leaves)) if i not in stacked]
+        """Leaves that stay operands, which are the first."""
 
     def operands(self, leaves: Sequence) -> list:
         """The arrays, or shapes, that a program takes instead of the leaves."""
-        some = lambda group: [leaves[i] for i in group]
-        return [*some(self._alone), *(_stacked(some(group)) for group in self._groups)]
+        return [*(leaves[i] for i in self.alone), *self.stacks(leaves)]
+
+    def stacks(self, leaves: Sequence) -> list:
+        """The operands behind those of `alone`."""
+        return [_stacked([leaves[i] for i in group]) for group in self._groups]
 
     def leaves(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """The leaves, or one device's shares of them, from those of `operands`."""
-        by_index = dict(zip(self._alone, operands, strict=False))
-        stacks = operands[len(self._alone) :]
+        by_index = dict(zip(self.alone, operands, strict=False))
+        stacks = operands[len(self.alone) :]
         for group, stack in zip(self._groups, stacks, strict=True):
             by_index |= zip(group, stack, strict=True)
         return [by_index[i] for i in range(len(by_index))]

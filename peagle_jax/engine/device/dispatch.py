@@ -8,12 +8,12 @@ from peagle_jax.engine.device.transfer import Result
 from peagle_jax.engine.host.calls import Calls, DecodeCall, PrefillCall
 from peagle_jax.method import step
 
-InFlight = tuple[PrefillCall | DecodeCall, Result]
-"""A dispatched call and its result."""
+InFlight = tuple[PrefillCall | DecodeCall, Result, str]
+"""A dispatched call, its result, and the version of its weights."""
 
 
 def dispatch(
-    programs: Programs, state: step.State, calls: Calls, repeat: int
+    programs: Programs, state: step.State, calls: Calls, repeat: int, version: str
 ) -> Iterator[tuple[step.State, InFlight | None]]:
     """Dispatches the round, then the prefill calls with their controls and copies of rings.
 
@@ -30,7 +30,7 @@ def dispatch(
         # it.
         is_greedy = decode.is_greedy and decode.repeat == repeat
         state, result = programs.round(state, decode.plan, decode.shape, decode.mask, is_greedy)
-        yield state, (decode, result)
+        yield state, (decode, result, version)
     for prefill in calls.prefills:
         now = time.monotonic()
         for request in filter(None, prefill.requests):
@@ -40,6 +40,6 @@ def dispatch(
         for copy in prefill.restores:
             yield (state := programs.copy_rings(state, *copy)), None
         state, result = programs.prefill(state, prefill.plan, prefill.mask, prefill.scores)
-        yield state, (prefill, result)
+        yield state, (prefill, result, version)
         for copy in prefill.saves:
             yield (state := programs.copy_rings(state, *copy)), None

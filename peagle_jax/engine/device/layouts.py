@@ -50,6 +50,11 @@ def move(weights: list[jax.Array], round_of: Callable, shape: RoundShape, others
             weights[i] = jax.device_put(weights[i], wanted)
 
 
+def moved_as(weight: jax.Array, before: jax.Array) -> jax.Array:
+    """The weight in the layout of the one before it."""
+    return jax.device_put(weight, before.format) if dispatch.platform() in PLATFORMS else weight
+
+
 def shapes(weights: Sequence[jax.Array]) -> Sequence:
     """The weights, or on `PLATFORMS` their shapes and layouts, to lower a program for."""
     if dispatch.platform() not in PLATFORMS:

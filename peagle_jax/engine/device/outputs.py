@@ -19,14 +19,21 @@ _log = logging.getLogger(__name__)
 
 
 def commit(
-    scheduler: Scheduler, call: PrefillCall | DecodeCall, output: StepOutput, on_update: OnUpdate
+    scheduler: Scheduler,
+    call: PrefillCall | DecodeCall,
+    output: StepOutput,
+    on_update: OnUpdate,
+    version: str,
 ) -> list[Update]:
-    """Commits the output of a call, and calls `on_update` with each of its updates."""
+    """Commits the output of a call, and calls `on_update` with each of its updates; `version` is
+    that of the weights of the call."""
     now, updates = time.monotonic(), []
     for request, tokens in _committed(scheduler, call, output):
         updates.append((request, tokens))
         if tokens:
             request.first_token_time = request.first_token_time or now
+            if not request.versions or request.versions[-1][1] != version:
+                request.versions.append((len(request.output) - len(tokens), version))
         if request.is_finished:
             request.finish_time = now
         if request.error is not None:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -104,6 +105,7 @@ class Programs:
         weights, structure = jax.tree.flatten((target, drafter))
         self._shapes = jax.tree.unflatten(structure, map(spec_of, weights))
         self._taps, self._accept = taps, accept
+        self._structure = structure
         self._devices, self._weights = devices, devices.take_weights(weights)
         self.stored_times = StoredTimes(self._weights, structure, config)
         rules = dict(taps=taps, max_logprobs=config.max_logprobs, accept=accept)
@@ -112,16 +114,56 @@ class Programs:
         self._functions = make_functions(structure, config, devices, taps, accept)
         self._compiled: dict[Program, Callable] = {}
         self._resident: dict[Call, Resident] = {}
-        self._lock = threading.Lock()
+        self._lock, self._weights_lock = threading.Lock(), threading.Lock()
         self._layouts_are_free = devices.count == 1 and platform in layouts.PLATFORMS
         self._between_holes = carve_holes(devices.count) if platform == "cuda" else []
 
-    def init_state(self, target: TargetConfig, drafter: DrafterConfig | None) -> step.State:
+    @property
+    def models(self) -> tuple:
+        """Target and drafter with the present weights."""
+        return jax.tree.unflatten(self._structure, self._devices.leaves(self._weights))
+
+    def replace_models(self, target, drafter, take: tuple[Callable, Callable]) -> None:
+        """Gives the programs other weights, of the same shapes: nothing compiles.
+
+        A thread that reads the weights to compile for them is waited for.
+
+        Args:
+          target, drafter: as `models` returns them.
+          take: of the arrays of each a function that returns the engine's own.
+        """
+        leaves, structure = jax.tree.flatten((target, drafter))
+        assert structure == self._structure, "the models have another structure"
+        of_target, of_drafter = (
+            lambda leaf, before, own=own: layouts.moved_as(own(leaf), before) for own in take
+        )
+        count = len(jax.tree.leaves(target))
+        takes = [of_target] * count + [of_drafter] * (len(leaves) - count)
+        with self._weights_lock:
+            self._devices.replace_weights(self._weights, leaves, takes)
+
+    def init_state(
+        self,
+        target: TargetConfig,
+        drafter: DrafterConfig | None,
+        links: jax.Array | None = None,
+    ) -> step.State:
         """The state of an engine. That of weights which are shapes has shapes only: nothing can run
-        on it."""
-        is_shape = isinstance(self._weights[0], jax.ShapeDtypeStruct)
-        make = self._devices.state_shape if is_shape else self._devices.init_state
-        return make(target, drafter, self._config)
+        on it.
+
+        Args:
+          links: as of `Devices.init_state`.
+        """
+        if isinstance(self._weights[0], jax.ShapeDtypeStruct):
+            return self._devices.state_shape(target, drafter, self._config)
+        return self._devices.init_state(target, drafter, self._config, links)
+
+    def released(self, state: step.State) -> step.State:
+        """The shapes of a state whose arrays are deleted, all but `links`."""
+        jax.block_until_ready(state)
+        for leaf in jax.tree.leaves(replace(state, links=None)):
+            leaf.delete()
+        return replace(jax.tree.map(spec_of, state), links=state.links)
 
     @property
     def num_compiled(self) -> int:
@@ -214,9 +256,10 @@ class Programs:
         operands = one.operands(self._functions, state)
         if one in self.copies:
             return operands
-        if self._layouts_are_free:
-            self._move_weights(state)
-        weights = jax.tree.map(spec_of, layouts.shapes(self._weights))
+        with self._weights_lock:
+            if self._layouts_are_free:
+                self._move_weights(state)
+            weights = jax.tree.map(spec_of, layouts.shapes(self._weights))
         return weights, *operands
 
     def _move_weights(self, state: step.State) -> None:

@@ -21,6 +21,8 @@ class Completion:
 
     `cached` is the number of prompt tokens that the prefix cache had.
 
+    `versions` names the weights that wrote the tokens: (first token's index, version) of each part.
+
     `time_to_first_token` and `duration` are in seconds from arrival, time in the queue included.
     """
 
@@ -40,6 +42,7 @@ class Completion:
     time_to_first_token: float
     duration: float
     error: str | None = None
+    versions: list[tuple[int, str]]
 
     @property
     def emitted(self) -> int:
@@ -82,4 +85,5 @@ def completion_of(
         - request.arrival_time,
         duration=request.finish_time - request.arrival_time,
         error=request.error,
+        versions=request.versions,
     )

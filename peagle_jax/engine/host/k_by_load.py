@@ -119,9 +119,15 @@ class LoadPolicy:
         self.times = times
         self.num_changes = 0
         """How often the K of a batch bucket was replaced."""
+        self._most = most
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forgets what was measured of drafts, and what followed from it: other weights write them.
+        Times of rounds stay."""
+        most = self._most
         self.rate = 0.0
         """Tokens per second that the last choice predicts; 0 before the first."""
-        self._most = most
         self._survival = {False: Survival(most), True: Survival(most)}  # greedy, sampled
         self._choices: dict[int, Choice] = {}  # by batch bucket
         self._rounds: Counter[int] = Counter()  # since the last decision, by batch bucket

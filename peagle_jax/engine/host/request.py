@@ -174,6 +174,8 @@ class Request:
     last_round: Round | None = None
     """The round that `output` grew by last; None if prefill sampled the newest token."""
 
+    versions: list[tuple[int, str]] = field(default_factory=list)
+    """The versions of the weights that wrote the output, each with its first token's index."""
     rounds: int = 0
     drafted: int = 0
     """Number of drafts that the target verified: per round at most `num_draft`, K and `pending`."""
@@ -239,6 +241,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it runs, or did before a preemption."""
+        return self.slot is not None or bool(self.output) or self.in_flight > 0
 
     @property
     def is_finished(self) -> bool:

@@ -68,6 +68,8 @@ class Scheduler:
         self.free_slots = self.prefixes.free_slots
         self.num_not_finite = 0
         """Requests that ended because their logits were not finite."""
+        self.is_draining = False
+        """Whether only requests that have begun are admitted."""
         self.counts = RoundCounter(config)
         self.repeated: Collection[RoundShape] = ()
         """Shapes of which one call can run several rounds. It is replaced as a whole, by any
@@ -132,6 +134,13 @@ class Scheduler:
         if not request.is_finished:
             request.finish("abort")
             self._remove(request)
+
+    def start_over(self) -> None:
+        """Preempts all requests and forgets all cached pages, whose contents are lost or of other
+        weights."""
+        while self.active:
+            self._preempt(self.active[-1])
+        self.pool.flush()
 
     def schedule(self) -> Calls:
         """Plans the next device calls and counts them as in flight: the caller must dispatch them.
@@ -371,7 +380,8 @@ class Scheduler:
 
     def _comes_before(self, rows: list[Request]) -> bool:
         """Whether the head of the queue comes before the only one of `rows`, if there is one."""
-        return bool(self.waiting) and (not rows or self.waiting[0].rank < rows[0].rank)
+        head = self._head
+        return head is not None and (not rows or head.rank < rows[0].rank)
 
     def _is_ending(self, request: Request) -> bool:
         """Whether the calls in flight end the request even if each yields only one token."""
@@ -410,9 +420,9 @@ class Scheduler:
     def _admit_next(self) -> bool:
         """Admits the head of the queue if a slot and enough pages are free; no other may pass
         it."""
-        if not (self.waiting and self.free_slots):
+        request = self._head
+        if request is None or not self.free_slots:
             return False
-        request = self.waiting[0]
         # A preempted request with calls in flight cannot be prefilled: some of its tokens are
         # unknown.
         if request.in_flight or self._refused == (request, self.pool.num_changes):
@@ -422,10 +432,15 @@ class Scheduler:
         if not self.prefixes.admit(request, self._pages.num_pages(request.num_tokens), self.active):
             self._refused = request, self.pool.num_changes
             return False
-        del self.waiting[0]
+        self.waiting.remove(request)
         request.state = RequestState.PREFILL
         _insert(self.active, request)
         return True
+
+    @property
+    def _head(self) -> Request | None:
+        """The request of the queue that is admitted next."""
+        return next((r for r in self.waiting if not self.is_draining or r.has_begun), None)
 
     @property
     def _is_awaited(self) -> bool:

@@ -1,0 +1,214 @@
+"""Weights that come to an engine that runs: checked leaf by leaf, and arranged as its own are."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from pallas_kernels import dispatch, formats
+from peagle_jax.checkpoint.layout import FLOATS, FP8, PACKED
+from peagle_jax.checkpoint.values import MXFP4_NAN
+from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
+from peagle_jax.devices import Devices
+from peagle_jax.method.draft_head import DraftHead
+from peagle_jax.models import build
+from peagle_jax.models.quant import quantize_fp8
+from peagle_jax.models.weight_order import arrange_weights
+
+Weights = nnx.Module | Mapping | str | Path | Iterable[tuple[str, Any]]
+"""A model: a module, a pytree of its parameters (`nnx.state` of it, or dicts of arrays with the
+same names), a folder, or arrays with their Hugging Face names."""
+
+
+def arranged(weights: Weights, like: nnx.Module, devices: Devices, *, frees: bool) -> nnx.Module:
+    """The weights as a module with the structure of `like`, whose place they take.
+
+    What comes unquantised for an FP8 weight is quantised as in loading. Arrays that need no change
+    are the caller's own.
+
+    Args:
+      weights: a module or a pytree.
+      like: the engine's model; its arrays are not read.
+      frees: delete arrays whose numbers are put into another order, see `arrange_weights`.
+
+    Raises:
+      ConfigError: one line for each leaf that is missing, unknown, misshapen, of another dtype or
+        not finite, and for each setting in which a module's config differs.
+    """
+    found, own = _by_name(weights), _by_name(like)
+    is_module = isinstance(weights, nnx.Module)
+    is_placed = is_module and devices.mesh is not None and _is_on(found, devices)
+    problems = _other_settings(getattr(weights, "config", None), like.config) if is_module else []
+    accepted = _accepted(own, like.config, devices, is_placed=is_placed)
+    problems += _differences(found, own, accepted)
+    if problems:
+        raise ConfigError("\n".join(["the weights do not fit the engine:", *problems]))
+    model = jax.tree.map(lambda leaf: leaf, like)
+    params = {".".join(map(str, path)): x for path, x in nnx.to_flat_state(nnx.state(model))}
+    for name, value in found.items():
+        scale = _scale_of(name)
+        if scale in own and scale not in found:
+            value, numbers = quantize_fp8(np.asarray(value))
+            params[scale].set_value(_moved(numbers, devices))
+        params[name].set_value(value if is_placed else _moved(value, devices))
+    model = devices.placed(model)
+    in_tiles = any(kind == "fp8_tiles" for kind in _kinds(own).values())
+    arrange_weights(model, in_tiles=in_tiles, frees=frees)
+    return model
+
+
+def _by_name(tree) -> dict[str, Any]:
+    """The arrays of a module or of a pytree, as `{"layers.0.mlp.down.weight": ...}`."""
+    is_variable = lambda node: isinstance(node, nnx.Variable)
+    return {
+        keystr(path, simple=True, separator="."): leaf.get_value() if is_variable(leaf) else leaf
+        for path, leaf in tree_leaves_with_path(tree, is_leaf=is_variable)
+    }
+
+
+def _scale_of(name: str) -> str:
+    """The name of the scale of a weight, were it quantised; of another array no name at all."""
+    return f"{name.removesuffix('weight')}scale" if name.endswith(".weight") else ""
+
+
+def _kinds(own: dict[str, Any]) -> dict[str, formats.Kind]:
+    """The formats of the quantised weights."""
+    scales = {name: _scale_of(name) for name in own}
+    return {
+        name: formats.kind(own[name], own[scale]) for name, scale in scales.items() if scale in own
+    }
+
+
+def _is_on(found: dict[str, Any], devices: Devices) -> bool:
+    """Whether the arrays of a module are the shares of these devices."""
+    meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in found.values())
+    return any(mesh == devices.mesh for mesh in meshes)
+
+
+def _other_settings(config, own: TargetConfig | DrafterConfig) -> list[str]:
+    if type(config) is not type(own):
+        return [f"the module is no model with a {type(own).__name__}"]
+    pairs = ((f.name, getattr(config, f.name), getattr(own, f.name)) for f in fields(own))
+    return [f"config.{name}: {one!r}, not {two!r}" for name, one, two in pairs if one != two]
+
+
+class _Spec(NamedTuple):
+    """What an array must be."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, array) -> "_Spec":
+        return cls(tuple(array.shape), np.dtype(array.dtype))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@cache
+def _whole_shapes(config: TargetConfig | DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all unquantised parameters, before they are shared."""
+    make = build if isinstance(config, TargetConfig) else DraftHead
+    model = nnx.eval_shape(lambda: make(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    return {name: leaf.shape for name, leaf in _by_name(model).items()}
+
+
+def _accepted(
+    own: dict[str, Any],
+    config: TargetConfig | DrafterConfig,
+    devices: Devices,
+    *,
+    is_placed: bool,
+) -> dict[str, list[_Spec]]:
+    """What each array may be: as checkpoints store it, or as the engine has it.
+
+    Args:
+      is_placed: whether shares come; else an engine on several devices takes whole arrays only.
+    """
+    if is_placed:
+        return {name: [_Spec.of(array)] for name, array in own.items()}
+    is_whole, kinds = devices.mesh is None, _kinds(own)
+    accepted = {}
+    for name, array in own.items():
+        if name in kinds:
+            scale = own[_scale_of(name)]
+            logical = formats.logical_shape(array, scale)
+            shape = logical if is_whole else _whole_shapes(config)[name]
+            values, scales = _stored(shape, kinds[name], scale, logical)
+            accepted[_scale_of(name)] = [scales]
+            accepted[name] = [values, *[_Spec.of(array)] * is_whole]
+        elif name not in map(_scale_of, kinds):
+            shape = array.shape if is_whole else _whole_shapes(config)[name]
+            accepted[name] = [_Spec(tuple(shape), np.dtype(array.dtype))]
+    return accepted
+
+
+def _stored(
+    shape: tuple[int, ...], kind: formats.Kind, scale: jax.Array, logical: tuple[int, ...]
+) -> tuple[_Spec, _Spec]:
+    """Values and scales of a weight [..., N, K] in a checkpoint.
+
+    Args:
+      scale: the engine's, over the weight `logical`.
+    """
+    *leading, N, K = shape
+    if kind == "mxfp4":
+        groups = K // formats.GROUP
+        return _Spec((*leading, N, K // 2), PACKED), _Spec((*leading, N, groups), PACKED)
+    rows = N if scale.shape[-2] == logical[-2] else -(-N // formats.BLOCK)
+    columns = 1 if scale.shape[-1] == 1 else -(-K // formats.BLOCK)
+    return _Spec(tuple(shape), FP8), _Spec((*leading, rows, columns), np.dtype(np.float32))
+
+
+def _differences(
+    found: dict[str, Any], own: dict[str, Any], accepted: dict[str, list[_Spec]]
+) -> list[str]:
+    """A line for each leaf that differs, by name."""
+    lines, sound = dict.fromkeys(found.keys() - own.keys(), "unknown"), {}
+    for name, (spec, *others) in accepted.items():
+        if name not in found:
+            lines[name] = "missing"
+            continue
+        if not hasattr(found[name], "dtype"):
+            lines[name] = f"a {type(found[name]).__name__}, not an array"
+            continue
+        is_unquantised = _scale_of(name) in own and _scale_of(name) not in found
+        given = _Spec.of(found[name])
+        if is_unquantised and spec.dtype == FP8 and given.dtype in FLOATS:
+            lines.pop(_scale_of(name), None)
+            spec = spec._replace(dtype=given.dtype)
+        if given not in (spec, *others):
+            lines[name] = f"{given}, not {spec}"
+        else:
+            sound[name] = _is_sound(found[name], is_scale=name.endswith(".scale"))
+    lines |= {
+        name: "not finite" for name, is_sound in jax.device_get(sound).items() if not is_sound
+    }
+    return [f"{name}: {line}" for name, line in sorted(lines.items())]
+
+
+@partial(jax.jit, static_argnames="is_scale")
+def _is_sound(array: jax.Array, *, is_scale: bool) -> jax.Array:
+    """Whether all numbers are finite, and scales positive; of integers only MXFP4's scales may not
+    be."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return jnp.all(array != MXFP4_NAN) if is_scale else jnp.array(True)
+    return jnp.all(jnp.isfinite(array) & ((array > 0) | (not is_scale)))
+
+
+def _moved(value, devices: Devices):
+    """An array where `Devices.placed` expects it: whole, and on one device."""
+    if devices.mesh is None:
+        place = dispatch.default_device()
+        is_there = isinstance(value, jax.Array) and value.devices() == {place}
+        return value if is_there else jax.device_put(value, place)
+    is_shared = isinstance(value, jax.Array) and len(value.devices()) > 1
+    return jax.device_put(value, devices.mesh.devices[0]) if is_shared else value
