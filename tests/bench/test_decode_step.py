@@ -1,6 +1,4 @@
-"""Decode rounds of presets: weights of every format, synthetic acceptance, and the rows
-of a run.
-"""
+"""Decode rounds of presets: weights of every format, and the rows of a run."""
 
 import json
 from dataclasses import replace
@@ -248,9 +246,8 @@ def test_variants_are_measured_in_the_order_in_which_they_are_written():
     assert decode_step.kind(Options(preset="tiny", variants=("none", "peagle:3"))) == "decode-step"
 
 
-@pytest.mark.parametrize(
-    ("devices", "variant"), [(1, "none"), pytest.param(2, "peagle:2", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize(("devices", "variant"), [(1, "none"), (2, "peagle:2")])
 def test_programs_that_jobs_compiled_are_not_traced_again(
     tiny_presets, tmp_path, compiled_here, devices, variant
 ):

@@ -1,6 +1,4 @@
-"""Load on a service: what is sent, what the figures are made of, and a run against a
-real server.
-"""
+"""Load on a service: what is sent, the figures, and a run against a real server."""
 
 import json
 
@@ -20,21 +18,10 @@ def read(path) -> list[dict]:
 def outcome(code: str = "OK", *, ttft: float = 0.1, per_token: float = 0.01, tokens: int = 11):
     """A request sent at 100 s."""
     first = 100 + ttft
-    return Outcome(
-        sent=100.0,
-        code=code,
-        first=first,
-        last=first + per_token * (tokens - 1),
-        tokens=[5] * tokens,
-        acceptance=pb.Acceptance(
-            rounds=5,
-            emitted=10,
-            drafted=14,
-            accepted=6,
-            accepted_per_position=[4, 2, 0],
-            drafted_per_position=[5, 5, 4],
-        ),
-    )
+    counts = dict(rounds=5, emitted=10, drafted=14, accepted=6)
+    counts |= dict(accepted_per_position=[4, 2, 0], drafted_per_position=[5, 5, 4])
+    times = dict(sent=100.0, first=first, last=first + per_token * (tokens - 1))
+    return Outcome(code=code, tokens=[5] * tokens, acceptance=pb.Acceptance(**counts), **times)
 
 
 def test_latencies_count_tokens_not_messages():
@@ -96,27 +83,11 @@ def tiny_server(folders, monkeypatch, tmp_path):
 @pytest.mark.exhaustive
 def test_a_load_ends_every_request(tiny_server, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
-    argv = [
-        "--concurrency",
-        "1,2",
-        "--set",
-        "random",
-        "--prompt-tokens",
-        "20",
-        "--max-tokens",
-        "16",
-    ]
-    argv += ["--num-requests", "40"]
-    argv += [
-        "--goodput",
-        "ttft:60000",
-        "--ignore-eos",
-        "--sha",
-        "abc",
-        "--no-cache",
-        "--out",
-        str(out),
-    ]
+    argv = (
+        "--concurrency 1,2 --set random --prompt-tokens 20 --max-tokens 16 --num-requests 40"
+        " --goodput ttft:60000 --ignore-eos --sha abc"
+        f" --no-cache --out {out}"
+    ).split()
     assert main(["serve-load", *argv, *tiny_server]) == 0
     found = read(out)
     assert [row["concurrency"] for row in found] == [1, 2]

@@ -1,6 +1,4 @@
-"""Load on a served full-size model: clients of both protocols, the bare engine beside, and the
-tables of the rows.
-"""
+"""Load on a served full-size model: clients, the bare engine beside, tables of the rows."""
 
 import json
 import multiprocessing
@@ -30,51 +28,21 @@ from tests.suite import CHEAP
 ROOT = Path(__file__).parents[2]
 
 
+COMMAND = (
+    "serve-load --preset qwen3-0.6b --layers 1 --no-cache --synthetic-acceptance-length 2.5"
+    " --protocols grpc,http --concurrency 2 --num-requests 6"
+    " --prompt-tokens 24 --max-tokens 20 --sha abc --out OUT -- --max-model-len 64"
+    " --num-speculative-tokens 3 --adaptive off --prefill-chunk 32"
+)
+
+
+@pytest.mark.slow
 def test_a_served_preset_has_rows_of_both_protocols_beside_the_bare_engine(tmp_path):
     out = tmp_path / "rows.jsonl"
-    small = ROOT / "tests" / "bench" / "small_presets"
-    mine = os.environ | {
-        "PYTHONPATH": f"{small}{os.pathsep}{ROOT}",
-        "HOME": str(tmp_path),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": CHEAP,
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "bench",
-        "serve-load",
-        "--preset",
-        "qwen3-0.6b",
-        "--layers",
-        "1",
-        "--no-cache",
-        "--synthetic-acceptance-length",
-        "2.5",
-        "--protocols",
-        "grpc,http",
-        "--concurrency",
-        "2",
-        "--num-requests",
-        "6",
-        "--prompt-tokens",
-        "24",
-        "--max-tokens",
-        "20",
-        "--sha",
-        "abc",
-        "--out",
-        str(out),
-        "--",
-        "--max-model-len",
-        "64",
-        "--num-speculative-tokens",
-        "3",
-        "--adaptive",
-        "off",
-        "--prefill-chunk",
-        "32",
-    ]
+    paths = f"{ROOT / 'tests' / 'bench' / 'small_presets'}{os.pathsep}{ROOT}"
+    mine = os.environ | {"PYTHONPATH": paths, "HOME": str(tmp_path)}
+    mine |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": CHEAP}
+    command = [sys.executable, "-m", "bench", *COMMAND.replace("OUT", str(out)).split()]
     made = subprocess.run(command, env=mine, cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr[-3000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -104,56 +72,52 @@ HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKENS = b'data: {"choices": [{"text": "ab", "token_ids": [3]}]}\n\n'
 USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 7}}\n\n'
 DONE = b"data: [DONE]\n\n"
+FAILED, END = b'data: {"error": {}}\n\n', b"0\r\n\r\n"
 
 
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-WHOLE = HEAD + chunk(TOKENS) + chunk(TOKENS) + chunk(USAGE) + chunk(DONE) + b"0\r\n\r\n"
+WHOLE = HEAD + chunk(TOKENS) + chunk(TOKENS) + chunk(USAGE) + chunk(DONE) + END
 ANSWERS = {
     "whole": ([WHOLE, WHOLE], ["OK", "OK"], [7, 7]),
     "in pieces": ([WHOLE[i : i + 9] for i in range(0, len(WHOLE), 9)], ["OK"], [7]),
     "refused": ([b"HTTP/1.1 429 Too Many\r\ncontent-length: 0\r\n\r\n"], ["HTTP 429"], [0]),
     "cut short": ([HEAD + chunk(TOKENS)], ["LOST"], [1]),
-    "failed": (
-        [HEAD + chunk(TOKENS) + chunk(b'data: {"error": {}}\n\n') + chunk(DONE) + b"0\r\n\r\n"],
-        ["ERROR"],
-        [1],
-    ),
+    "failed": ([HEAD + chunk(TOKENS) + chunk(FAILED) + chunk(DONE) + END], ["ERROR"], [1]),
 }
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_a_client_of_http_reads_streams_of_one_connection(name):
-    """A server that answers each request of a connection with the next text, or with all of them in
-    pieces.
-    """
-    texts, codes, counts = ANSWERS[name]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def answer(listener: socket.socket, texts: list[bytes], num_requests: int) -> None:
+    """Answers each request of a connection with the next text, or one with all of them."""
+    connection, _ = listener.accept()
+    with connection:
+        for index, text in enumerate(texts):
+            if index < num_requests:
+                connection.recv(65536)
+            connection.sendall(text)
 
-        def answer() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                for index, text in enumerate(texts):
-                    if index < len(codes):
-                        connection.recv(65536)
-                    connection.sendall(text)
 
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        request = pb.GenerateRequest(stopping=pb.Stopping(max_tokens=7))
-        request.tokens.ids.extend([1, 2])
-        address = "{}:{}".format(*listener.getsockname())
-        with Clients(6) as clients:
-            todo = [Call(request=request)] * len(codes)
-            loaded = clients.load(todo, address=address, protocol="http", concurrency=1)
-        thread.join()
-    assert [one.code for one in loaded.outcomes] == codes
-    assert [one.num_tokens for one in loaded.outcomes] == counts
-    assert all(len(one.arrivals) >= (one.code == "OK") for one in loaded.outcomes)
-    # Greedy texts are compared by their tokens.
-    assert all(list(one.tokens) == [3, 3] for one in loaded.outcomes if one.code == "OK")
+def test_a_client_of_http_reads_streams_of_one_connection():
+    request = pb.GenerateRequest(stopping=pb.Stopping(max_tokens=7))
+    request.tokens.ids.extend([1, 2])
+    with Clients(6) as clients:
+        for name, (texts, codes, counts) in ANSWERS.items():
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                given = listener, texts, len(codes)
+                thread = threading.Thread(target=answer, args=given, daemon=True)
+                thread.start()
+                address = "{}:{}".format(*listener.getsockname())
+                todo = [Call(request=request)] * len(codes)
+                found = clients.load(todo, address=address, protocol="http", concurrency=1)
+                thread.join()
+            outcomes = found.outcomes
+            assert [one.code for one in outcomes] == codes, name
+            assert [one.num_tokens for one in outcomes] == counts, name
+            assert all(len(one.arrivals) >= (one.code == "OK") for one in outcomes)
+            # Greedy texts are compared by their tokens.
+            assert all(list(one.tokens) == [3, 3] for one in outcomes if one.code == "OK")
     body = json.loads(http_body(request))
     assert (body["prompt"], body["return_token_ids"]) == ([1, 2], True)
     request.sampling.temperature = 1.0
@@ -191,6 +155,9 @@ def test_each_made_up_token_has_a_text_of_its_own(tmp_path, vocab_size):
     assert tokenizer.decode(tokenizer.encode("def é\n")) == "def é\n"
 
 
+CLOCK = [0.0]
+
+
 class IdleEngine:
     """Ends each request in the step after it came, and notes when it came."""
 
@@ -204,18 +171,9 @@ class IdleEngine:
         return bool(self._open)
 
     def add_request(self, prompt, params):
-        self._open.append(
-            SimpleNamespace(
-                prompt=prompt,
-                output=[1],
-                is_finished=True,
-                error=None,
-                rounds=1,
-                arrival_time=0.0,
-                first_token_time=0.0,
-                finish_time=1.0,
-            )
-        )
+        times = dict(arrival_time=0.0, first_token_time=0.0, finish_time=1.0)
+        ended = dict(output=[1], is_finished=True, error=None, rounds=1)
+        self._open.append(SimpleNamespace(prompt=prompt, **ended, **times))
         self.came.append(drive_clock())
         return self._open[-1]
 
@@ -226,9 +184,6 @@ class IdleEngine:
 
 def drive_clock() -> float:
     return CLOCK[0]
-
-
-CLOCK = [0.0]
 
 
 def test_prompts_with_times_are_not_given_to_the_engine_before(monkeypatch):
@@ -263,32 +218,16 @@ def test_mistakes_are_one_line(tmp_path, capsys, message):
 
 
 def served(protocol: str, concurrency: int, speed: float, **changes) -> dict:
-    found = row(
-        "served",
-        "peagle",
-        7,
-        model="qwen3-coder-30b-a3b-fp8",
-        protocol=protocol,
-        concurrency=concurrency,
-        rate=None,
-        duration=None,
-        prompt_tokens=512,
-        synthetic_acceptance_length=3.1,
-        tokens_per_second=speed,
-        bare_tokens_per_second=1000.0,
-        served_over_bare=speed / 1000,
-        codes={"OK": 32},
-        port_seconds=9.0,
-        serving_seconds=20.0,
-        programs_seconds=21.0,
-        programs_on_disk=4,
-        api_processes=1,
-        processes=[{"role": "engine", "resident_mib": 2048.0, "cpu_seconds": 1.0}],
-    )
-    figures = {
-        name: {"p50": 1.0, "p99": 2.0, "max": 3.0} for name in ("ttft_ms", "tpot_ms", "gap_ms")
-    }
-    return found | figures | changes
+    model = dict(model="qwen3-coder-30b-a3b-fp8", prompt_tokens=512)
+    load = dict(protocol=protocol, concurrency=concurrency, rate=None, duration=None)
+    speeds = dict(tokens_per_second=speed, bare_tokens_per_second=1000.0)
+    start = dict(port_seconds=9.0, serving_seconds=20.0, programs_seconds=21.0)
+    found = row("served", "peagle", 7, **model, **load, **speeds, **start)
+    found |= dict(synthetic_acceptance_length=3.1, served_over_bare=speed / 1000)
+    found |= dict(codes={"OK": 32}, programs_on_disk=4, api_processes=1)
+    found["processes"] = [{"role": "engine", "resident_mib": 2048.0, "cpu_seconds": 1.0}]
+    figures = {"p50": 1.0, "p99": 2.0, "max": 3.0}
+    return found | dict(ttft_ms=figures, tpot_ms=figures, gap_ms=figures) | changes
 
 
 SERVED = [served("grpc", 8, 970.0), served("http", 8, 950.0), served("http", 32, 940.0)]
@@ -308,13 +247,8 @@ def test_served_rows_have_a_table_and_stand_in_the_readme():
 
 
 def test_loads_of_other_kinds_are_lines_but_not_in_the_readme():
-    others = report.newest(
-        [
-            served("grpc", 128, 900.0, duration=200),
-            served("grpc", None, 800.0, rate=9.0),
-            served("http", 8, 950.0),
-        ]
-    )
+    mixed, timed = served("grpc", 128, 900.0, duration=200), served("grpc", None, 800.0, rate=9.0)
+    others = report.newest([mixed, timed, served("http", 8, 950.0)])
     text = report.render("served", others)
     assert "| 128 requests, mixed lengths for 200 s | gRPC | 900 |" in text
     assert "| 9 requests/s | gRPC |" in text
