@@ -1,6 +1,4 @@
-"""Bodies of the routes that are adapters over chats: any JSON is accepted, or refused with the name
-of a field.
-"""
+"""Bodies of the routes that are adapters over chats: accepted, or refused by a field."""
 
 import random
 from types import SimpleNamespace
@@ -22,40 +20,30 @@ LIMITS = Limits(max_messages=6, max_tools=3)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 TEXT = {"type": "text", "text": "a"}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+FUNCTION = {"name": "f", "description": "a", "parameters": SCHEMA, "strict": False}
 CHAT = {
     "messages": [
         HELLO,
         {"role": "assistant", "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "a", "content": [TEXT]},
     ],
-    "tools": [
-        {
-            "type": "function",
-            "function": {"name": "f", "description": "a", "parameters": SCHEMA, "strict": False},
-        }
-    ],
+    "tools": [{"type": "function", "function": FUNCTION}],
     "tool_choice": {"type": "function", "function": {"name": "f"}},
     "parallel_tool_calls": False,
 }
+ANSWER = [
+    {"type": "thinking", "thinking": "a", "signature": ""},
+    TEXT,
+    {"type": "tool_use", "id": "a", "name": "f", "input": {"a": 1}},
+]
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [TEXT], "is_error": False}
 MESSAGES = {
     "max_tokens": 5,
     "system": [TEXT | {"cache_control": {"type": "ephemeral"}}],
     "messages": [
         {"role": "user", "content": [TEXT]},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "a", "signature": ""},
-                TEXT,
-                {"type": "tool_use", "id": "a", "name": "f", "input": {"a": 1}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "a", "content": [TEXT], "is_error": False}
-            ],
-        },
+        {"role": "assistant", "content": ANSWER},
+        {"role": "user", "content": [RESULT]},
     ],
     "tools": [{"name": "f", "description": "a", "input_schema": SCHEMA}],
     "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
@@ -64,40 +52,32 @@ MESSAGES = {
     "stop_sequences": ["a"],
     "metadata": {"user_id": "a"},
 }
+THOUGHT = {"type": "reasoning", "id": "a", "summary": []}
 RESPONSES = {
     "input": [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
-        {
-            "type": "reasoning",
-            "id": "a",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": "a"}],
-        },
+        THOUGHT | {"content": [{"type": "reasoning_text", "text": "a"}]},
         {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "a", "output": "1"},
     ],
     "instructions": "a",
-    "tools": [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": False}],
+    "tools": [{"type": "function", **FUNCTION}],
     "tool_choice": {"type": "function", "name": "f"},
     "reasoning": {"effort": "low"},
     "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
     "metadata": {"a": "b"},
 }
+OF_GENERATION = ("max_tokens", "stop_sequences", "metadata")
 BODIES = {
     ChatFields: CHAT,
-    PromptFields: {
-        name: value
-        for name, value in MESSAGES.items()
-        if name not in ("max_tokens", "stop_sequences", "metadata")
-    },
+    PromptFields: {name: MESSAGES[name] for name in MESSAGES if name not in OF_GENERATION},
     MessagesFields: MESSAGES,
     ResponsesFields: RESPONSES,
     TokenizeFields: {name: CHAT[name] for name in ("messages", "tools")} | {"prompt": "a"},
     DetokenizeFields: {"tokens": [1]},
 }
-FRONTEND = SimpleNamespace(
-    replies=SimpleNamespace(has_calls=True, calls=lambda tools, **how: tools)
-)
+REPLIES = SimpleNamespace(has_calls=True, calls=lambda tools, **how: tools)
+FRONTEND = SimpleNamespace(replies=REPLIES)
 
 
 def understand(model, content: dict) -> None:
@@ -147,6 +127,5 @@ def test_the_json_texts_of_a_request_are_bounded_together_before_they_are_read()
     assert arguments.parse('{"a": "é"}', field="first") == {"a": "é"}
     with pytest.raises(ServiceError) as caught:
         arguments.parse('{"a": 1' + " " * 90, field="second")
-    assert caught.value.message == (
-        "second: 107 characters of JSON are more than the 100 of a prompt"
-    )
+    said = "second: 107 characters of JSON are more than the 100 of a prompt"
+    assert caught.value.message == said

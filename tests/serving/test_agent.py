@@ -1,6 +1,4 @@
-"""The example agent of the docs edits a file. The embedded model cannot reason: its replies are
-given.
-"""
+"""The example agent of the docs edits a file; the model's replies are given."""
 
 import json
 import sys

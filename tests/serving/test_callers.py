@@ -30,9 +30,8 @@ BODY = dict(prompt="a", max_tokens=3, ignore_eos=True, request_id="x")
 
 @pytest.fixture(scope="module")
 def live(make_engine):
-    server = LiveServer(make_engine(), http=True, tokens=(b"first", b"second"))
-    yield server
-    server.close()
+    with LiveServer(make_engine(), http=True, tokens=(b"first", b"second")) as server:
+        yield server
 
 
 class Caller:
@@ -221,9 +220,7 @@ class Turns:
 
 
 def take_turns(work) -> object:
-    """Runs `work(turns)` in an event loop; afterwards nothing may wait and both threads must be
-    free.
-    """
+    """Runs `work(turns)`; afterwards nothing may wait and both threads must be free."""
 
     async def main():
         turns = Turns()

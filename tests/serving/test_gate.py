@@ -77,12 +77,6 @@ def test_silent_connections_are_spared_for_the_grace_only():
     assert hall.closed == ["first/1"]
 
 
-def test_without_another_candidate_the_oldest_young_connection_is_replaced():
-    hall = Hall(most=2, most_per_address=2)
-    hall.enter("a/1", "b/1", "c/1")
-    assert hall.closed == ["a/1"]
-
-
 def test_young_connections_do_not_exceed_the_limit_of_their_address():
     hall = Hall(most=9, most_per_address=2)
     hall.enter("other/1", "burst/1", "burst/2", "burst/3", "burst/4")

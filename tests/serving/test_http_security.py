@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from serving.bearer_tokens import TokenFile
-from serving.http.server import HttpServer
 from serving.tls import Certificates
 from tests.serving.certificates import authority, signed
 from tests.serving.live import LiveServer
@@ -20,8 +19,10 @@ from tests.waiting import LIMIT
 def test_a_token_opens_everything_but_health(make_engine, tmp_path):
     file = tmp_path / "tokens"
     file.write_text("open sesame\n")
-    server = LiveServer(make_engine(), http=True, tokens=TokenFile(file))
-    with httpx.Client(base_url=f"http://{server.http_address}", timeout=LIMIT) as http:
+    with (
+        LiveServer(make_engine(), http=True, tokens=TokenFile(file)) as server,
+        server.client() as http,
+    ):
         for path in ("/health", "/ready"):
             assert http.get(path).status_code == 200
         known = {"authorization": "Bearer open sesame"}
@@ -37,7 +38,6 @@ def test_a_token_opens_everything_but_health(make_engine, tmp_path):
         file.write_text("another one\n")
         refusal(http.get("/metrics", headers=known), 401)
         assert http.get("/metrics", headers={"authorization": "bearer another one"}).is_success
-    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +78,6 @@ def test_tls_certificates_rotate(make_engine, pki, tmp_path):
     server.close()
 
 
-def test_client_certificates_are_required_where_configured(make_engine, pki):
-    certificates = Certificates(pki["server"].cert, pki["server"].key, pki["ca"].cert)
-    server = LiveServer(make_engine(), http=True, certificates=certificates)
-    trusted = ssl.create_default_context(cafile=pki["ca"].cert)
-    with (
-        httpx.Client(base_url=f"https://{server.http_address}", verify=trusted) as https,
-        pytest.raises(httpx.TransportError),
-    ):
-        https.get("/health")
-    trusted.load_cert_chain(pki["client"].cert, pki["client"].key)
-    with httpx.Client(base_url=f"https://{server.http_address}", verify=trusted) as https:
-        assert https.get("/health").status_code == 200
-    server.close()
-
-
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_no_session_outlives_the_authority_of_its_client(make_engine, pki, tmp_path, version):
     authorities = tmp_path / "ca"
@@ -124,12 +109,4 @@ def test_no_session_outlives_the_authority_of_its_client(make_engine, pki, tmp_p
     authorities.write_bytes(pki["other"].bytes()[0])
     assert visit("client", session) is None
     assert visit("stranger") is not None
-    server.close()
-
-
-def test_a_port_in_use_is_reported(make_engine):
-    server = LiveServer(make_engine(), http=True)
-    port = int(server.http_address.rpartition(":")[2])
-    with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1"):
-        server.run(HttpServer(server.frontend).start("127.0.0.1", port))
     server.close()

@@ -10,7 +10,6 @@ import pytest
 from serving import memory, worker
 from serving.memory import LARGE, MemoryReturn
 from serving.protos import peagle_v1_pb2 as pb
-from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT, eventually, soon
 
@@ -51,10 +50,8 @@ def test_large_requests_of_every_protocol_are_noticed(make_engine, at_once):
     eventually(lambda: trims)
     eventually(lambda: server.frontend.memory._timer is None)
     trims.clear()
-    with grpc.insecure_channel(server.address) as channel:
-        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
-        with pytest.raises(grpc.RpcError, match="characters"):
-            stub.GenerateOnce(pb.GenerateRequest(text=text), timeout=LIMIT)
+    with server.peagle() as stub, pytest.raises(grpc.RpcError, match="characters"):
+        stub.GenerateOnce(pb.GenerateRequest(text=text), timeout=LIMIT)
     eventually(lambda: trims)
     server.close()
 

@@ -10,11 +10,7 @@ from serving.errors import Code, ServiceError
 from tests.serving.scripted import CALL, PARAMETERS, READ, Scripted
 from tests.waiting import LIMIT
 
-TOOL = {
-    "name": "read",
-    "description": "Reads a file.",
-    "input_schema": PARAMETERS,
-}
+TOOL = {"name": "read", "description": "Reads a file.", "input_schema": PARAMETERS}
 HELLO = [{"role": "user", "content": "Read!"}]
 ASK = dict(model="tiny", max_tokens=300, messages=HELLO)
 
@@ -43,22 +39,11 @@ def test_a_client_runs_a_loop_of_tools(scripted, client):
     assert (first.type, first.role, first.model) == ("message", "assistant", "tiny")
     assert (thought.thinking, text.text, first.stop_reason) == ("Look.", "I read it.", "tool_use")
     assert (call.name, call.input) == ("read", READ)
-    result = {
-        "type": "tool_result",
-        "tool_use_id": call.id,
-        "content": [{"type": "text", "text": "1"}],
-    }
-    messages = [
-        *HELLO,
-        {"role": "assistant", "content": [one.model_dump() for one in first.content]},
-        {
-            "role": "user",
-            "content": [
-                result,
-                {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}},
-            ],
-        },
-    ]
+    content = [{"type": "text", "text": "1"}]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": content}
+    go_on = {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}}
+    said = {"role": "assistant", "content": [one.model_dump() for one in first.content]}
+    messages = [*HELLO, said, {"role": "user", "content": [result, go_on]}]
     second = client.messages.create(
         **ASK | dict(messages=messages), system="Be brief.", tools=[TOOL]
     )
@@ -130,42 +115,29 @@ def test_thinking_is_a_variable_of_the_template(scripted, client):
     assert scripted.prompts[-1].endswith("<|assistant|><no think>")
 
 
+said = lambda *content: {"messages": [{"role": "user", "content": [*content]}]}
+CALLED = {"type": "tool_use", "id": "a", "name": "b"}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document"}]}
+formatted = lambda **fields: {"output_config": {"format": fields}}
 WRONG = {
     "max_tokens": {"max_tokens": None},
     "messages": {"messages": []},
     "messages[0].role": {"messages": [{"role": "tool", "content": "a"}]},
-    "messages[0].content[0].type": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-    "messages[1].content[0].type": {
-        "messages": [*HELLO, {"role": "user", "content": [{"type": "tool_use"}]}]
-    },
-    "messages[0].content[0].text": {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-    "messages[0].content[0].input": {
-        "messages": [
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}
-        ]
-    },
-    "messages[0].content[0].content[0].type": {
-        "messages": [
-            {
-                "role": "user",
-                "content": [
-                    {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document"}]}
-                ],
-            }
-        ]
-    },
+    "messages[0].content[0].type": said({"type": "image"}),
+    "messages[1].content[0].type": {"messages": [*HELLO, *said({"type": "tool_use"})["messages"]]},
+    "messages[0].content[0].text": said({"type": "text"}),
+    "messages[0].content[0].input": {"messages": [{"role": "assistant", "content": [CALLED]}]},
+    "messages[0].content[0].content[0].type": said(RESULT),
     "stop_sequences": {"stop_sequences": [""]},
     "temperature": {"temperature": -1},
     "tools[0].type": {"tools": [{"type": "computer_20250124", "name": "computer"}]},
     "tool_choice.type": {"tools": [TOOL], "tool_choice": {"type": "all"}},
     "tool_choice": {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}},
     "container": {"container": "x"},
-    "output_config.format.type": {"output_config": {"format": {"type": "xml"}}},
-    "output_config.format": {"output_config": {"format": {"type": "json_schema"}}},
+    "output_config.format.type": formatted(type="xml"),
+    "output_config.format": formatted(type="json_schema"),
     "tools[0]": {"tools": [TOOL | {"name": "a b"}]},
-    "output_config.format.schema": {
-        "output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}
-    },
+    "output_config.format.schema": formatted(type="json_schema", schema={"not": {}}),
 }
 
 

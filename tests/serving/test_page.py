@@ -1,6 +1,4 @@
-"""The page's files as a browser gets them: headers, redirects, nothing else, no token, allowed
-hosts.
-"""
+"""The page's files as a browser gets them: headers, redirects, allowed hosts."""
 
 import re
 import tomllib

@@ -1,6 +1,4 @@
-"""gRPC reflection as tools use it: both versions, services and messages, the details of
-errors too.
-"""
+"""gRPC reflection as tools use it: services, messages, details of errors."""
 
 import grpc
 import pytest

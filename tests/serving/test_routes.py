@@ -1,6 +1,4 @@
-"""Routes beside generation: pages of other origins, slashes, documentation, probes and counts of
-tokens.
-"""
+"""Routes beside generation: origins, slashes, documentation, probes, counts."""
 
 import httpx
 import jsonschema
@@ -9,7 +7,6 @@ import pytest
 
 from peagle_jax.config import ConfigError
 from serving.settings import Settings
-from tests.serving.test_http_errors import refusal
 from tests.waiting import LIMIT
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -130,11 +127,6 @@ def test_the_documentation_describes_the_requests(http):
     page = http.get("/docs")
     assert all(path in page.text for path in found["paths"])
     assert "default-src 'none'" in page.headers["content-security-policy"]
-
-
-def test_an_option_of_other_servers_is_refused_by_its_name(http):
-    error = refusal(http.post("/v1/completions", json={"prompt": "a", "best_of": 2}), 400)
-    assert error["param"] == "best_of"
 
 
 def test_one_token_is_sent_once(server):

@@ -56,12 +56,8 @@ def test_any_time_limit_and_any_queue_are_served(server, seconds, monkeypatch):
     monkeypatch.setattr(server.frontend, "config", config)
 
     async def start_and_stop() -> int:
-        another = RpcServer(
-            server.frontend,
-            handshake_seconds=seconds,
-            idle_seconds=seconds,
-            max_connection_seconds=seconds,
-        )
+        kinds = ("handshake_seconds", "idle_seconds", "max_connection_seconds")
+        another = RpcServer(server.frontend, **dict.fromkeys(kinds, seconds))
         port = await another.start("127.0.0.1", 0)
         await another.stop(0)
         return port

@@ -15,9 +15,8 @@ SERVICES = ("", "peagle.v1.Generation")
 @pytest.fixture
 def own(make_engine):
     """A server for one test, which may drain it."""
-    server = LiveServer(make_engine())
-    yield server
-    server.close()
+    with LiveServer(make_engine()) as server:
+        yield server
 
 
 @pytest.fixture

@@ -1,6 +1,4 @@
-"""Refused messages in a stream of `ModelStreamInfer`: each is answered, and ends no
-other request.
-"""
+"""Refused messages of `ModelStreamInfer` are answered, and end no other request."""
 
 import json
 
@@ -19,9 +17,7 @@ def stub(live):
 
 
 def test_a_message_that_is_refused_ends_itself_only(server, live):
-    """Bytes that are no message, and a message with too many fields: the stream goes on around
-    them.
-    """
+    """No message, and one with too many fields: the stream goes on around them."""
     good = typed_request(text_input=PROMPT, sampling_parameters=json.dumps(LONG), stream=True)
     good.id = "good"
     many = service_pb2.ModelInferRequest(model_name="tiny")

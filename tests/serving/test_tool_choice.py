@@ -17,54 +17,44 @@ from serving.http.tools import ToolFields
 from serving.limits import Limits
 from serving.replies.formats import FORMATS
 from serving.replies.parser import Replies, Reply
-from serving.replies.parts import ToolCall
 from serving.settings import Settings, reply_format_of
 from tests.serving.scripted import END, TEMPLATE, make_tokenizer
+from tests.serving.test_harmony import SPECIAL
 
-PARAMETERS = {
-    "type": "object",
-    "properties": {
-        "text": {"type": "string"},
-        "line": {"type": "integer"},
-        "mode": {"enum": ["r", "w"]},
-    },
-    "required": ["line"],
-    "additionalProperties": False,
+PROPERTIES = {
+    "text": {"type": "string"},
+    "line": {"type": "integer"},
+    "mode": {"enum": ["r", "w"]},
 }
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["line"]}
+PARAMETERS["additionalProperties"] = False
 TOOLS = [
     {"type": "function", "function": {"name": "edit", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "stop"}},
 ]
 EDIT = '{"name": "edit", "arguments": {"text": "é\\n</x>", "line": 3}}'
-HARMONY = [
-    "<|start|>",
-    "<|channel|>",
-    "<|message|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|constrain|>",
-]
+HARMONY = [f"<|{name}|>" for name in SPECIAL]
 ARGUMENTS = '{"text": "é\\n</x>", "line": 3}'
+TO_EDIT = f"commentary to=functions.edit <|constrain|>json<|message|>{ARGUMENTS}"
+of_qwen = lambda call: f"<tool_call>\n{call}\n</tool_call>"
+of_coder = lambda name, *given: (
+    f"<tool_call>\n<function={name}>\n"
+    + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given)
+    + "</function>\n</tool_call>"
+)
 CASES = {
     "qwen3": (
-        [
-            f"<tool_call>\n{EDIT}\n</tool_call>",
-            f'<tool_call>\n{EDIT}\n</tool_call>\n<tool_call>\n{{"name": "stop", "arguments": {{}}}}\n</tool_call>',
-        ],
+        [of_qwen(EDIT), f"{of_qwen(EDIT)}\n{of_qwen('''{"name": "stop", "arguments": {}}''')}"],
         [
             "Hi",
-            f"<tool_call>\n{EDIT.replace('edit', 'other')}\n</tool_call>",
+            of_qwen(EDIT.replace("edit", "other")),
             f"<tool_call>\n{EDIT.replace('3', 'x')}",
             EDIT,
         ],
     ),
     "llama3": ([EDIT.replace("arguments", "parameters")], ["Hi", EDIT]),
     "qwen3-coder": (
-        [
-            "<tool_call>\n<function=edit>\n<parameter=line>\n3\n</parameter>\n<parameter=text>\né\n</x>\n</parameter>\n</function>\n</tool_call>",
-            "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
-        ],
+        [of_coder("edit", ("line", 3), ("text", "é\n</x>")), of_coder("stop")],
         [
             "Hi",
             "<tool_call>\n<function=edit>\n</function>",
@@ -73,9 +63,8 @@ CASES = {
     ),
     "harmony": (
         [
-            f"<|channel|>commentary to=functions.edit <|constrain|>json<|message|>{ARGUMENTS}",
-            "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary "
-            f"to=functions.edit <|constrain|>json<|message|>{ARGUMENTS}",
+            f"<|channel|>{TO_EDIT}",
+            f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>{TO_EDIT}",
         ],
         ["Hi", "<|channel|>final<|message|>Hi", "<|channel|>commentary to=functions.other"],
     ),
@@ -83,9 +72,7 @@ CASES = {
 
 
 def admitted(tokenizer, name: str, tools: list[dict], **how):
-    """The replies of a format, and a function that says whether their grammar admits a
-    whole text.
-    """
+    """The replies of a format, and a function: does their grammar admit a whole text?"""
     replies, end = Replies(tokenizer, name), tokenizer.special_id(END)
     constraint = replies.calls(tools, is_parallel=True, **how)
     grammars = Grammars(tokenizer, tokenizer.vocab_size, [end])
@@ -108,24 +95,17 @@ def test_the_grammar_of_a_format_admits_its_calls_and_nothing_else(name, tmp_pat
         parser = replies.parsers(Reply([1], True, TOOLS))()
         tokens = tokenizer.encode(text + ("<|call|>" if name == "harmony" else ""))
         parsed = parser.add(tokens) + parser.finish()
-        first = ToolCall("edit", ARGUMENTS)
         assert parsed.text == ""
         assert parsed.calls[0].name in ("edit", "stop")
-        assert json.loads(parsed.calls[0].arguments) in (json.loads(first.arguments), {})
+        assert json.loads(parsed.calls[0].arguments) in (json.loads(ARGUMENTS), {})
     for text in refused:
         assert not consumed(text), text
 
 
 TEXTS = {
-    "qwen3": (
-        ["", "Hi {", "a < b", "Hi\n{0}", "{0} and {1}."],
-        ["Hi {2}", "{1}{2}", "<tool_call>Hi"],
-    ),
+    "qwen3": (["Hi {", "a < b", "Hi\n{0}", "{0} and {1}."], ["{1}{2}", "<tool_call>Hi"]),
     "llama3": (["", "Hi {", "a < b", "{0}"], ["{2}", "{"]),
-    "qwen3-coder": (
-        ["", "Hi {", "a < b", "Hi\n{0}", "{0}{1}"],
-        ["{2}", "Hi {3}", "<function=other>"],
-    ),
+    "qwen3-coder": (["Hi {", "a < b", "Hi\n{0}", "{0}{1}"], ["{2}", "Hi {3}", "<function=other>"]),
     "harmony": (
         [
             "{0}",
@@ -136,8 +116,7 @@ TEXTS = {
         ["Hi", "<|channel|>commentary to=functions.edit <|constrain|>json<|message|>{}"],
     ),
 }
-"""Texts that may have calls: 0 and 1 are the accepted calls of `CASES`, 2 and on its refused ones.
-"""
+"""Texts that may have calls: 0 and 1 are the accepted ones of `CASES`, others its refused."""
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -200,13 +179,8 @@ def modes(name: str) -> dict:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-CHAT = dict(
-    model="tiny",
-    seed=1,
-    tools=[modes("open"), modes("close")],
-    messages=[{"role": "user", "content": "a"}],
-    max_tokens=400,
-)
+CHAT = dict(model="tiny", seed=1, max_tokens=400, messages=[{"role": "user", "content": "a"}])
+CHAT["tools"] = [modes("open"), modes("close")]
 
 
 @pytest.mark.sampled(2, slow=1)
@@ -253,9 +227,8 @@ def test_strict_functions_are_taken_by_every_route(client, route):
     function = modes("open")["function"]
     if route == "responses":
         tool = {"type": "function", "strict": True, **function}
-        answer = client.responses.create(
-            model="tiny", input="a", tools=[tool], max_output_tokens=40, temperature=1
-        )
+        options = dict(model="tiny", max_output_tokens=40, temperature=1)
+        answer = client.responses.create(input="a", tools=[tool], **options)
         assert answer.status in ("completed", "incomplete")
     elif route == "messages":
         schema = {"name": "open", "input_schema": function["parameters"], "strict": True}
@@ -266,6 +239,16 @@ def test_strict_functions_are_taken_by_every_route(client, route):
         choice = client.chat.completions.create(**CHAT | dict(tools=tools)).choices[0]
         for call in choice.message.tool_calls or ():
             json.loads(call.function.arguments)
+
+
+def go(form: str, **values: str) -> str:
+    """A call of `go`; values are JSON, and text where the format has no JSON."""
+    if form == "qwen3-coder":
+        return of_coder("go", *((key, value.strip('"')) for key, value in values.items()))
+    key = "parameters" if form == "llama3" else "arguments"
+    arguments = ", ".join(f'"{name}": {value}' for name, value in values.items())
+    call = f'{{"name": "go", "{key}": {{{arguments}}}}}'
+    return call if form == "llama3" else of_qwen(call)
 
 
 SHARED = {"Point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}}
@@ -279,16 +262,8 @@ def test_references_of_a_tools_schema_are_found_within_a_call(form, name, tmp_pa
     schema = {"type": "object", "properties": {"at": at}, "required": ["at"], name: SHARED}
     tools = [{"type": "function", "function": {"name": "go", "parameters": schema}}]
     _, consumed = admitted(tokenizer, form.name, tools, must_call=True)
-    key = "parameters" if form.name == "llama3" else "arguments"
-    call = '{{"name": "go", "KEY": {{"at": {{"x": {0}}}}}}}'.replace("KEY", key)
-    whole = {
-        "qwen3": f"<tool_call>\n{call}\n</tool_call>",
-        "llama3": call,
-        "qwen3-coder": '<tool_call>\n<function=go>\n<parameter=at>\n{{"x": '
-        "{0}}}\n</parameter>\n</function>\n</tool_call>",
-    }[form.name]
-    assert consumed(whole.format(5))
-    assert not consumed(whole.format('"a"'))
+    assert consumed(go(form.name, at='{"x": 5}'))
+    assert not consumed(go(form.name, at='{"x": "a"}'))
 
 
 @pytest.mark.parametrize("form", [one for one in FORMATS if one.grammars], ids=lambda one: one.name)
@@ -301,18 +276,10 @@ def test_references_to_parts_of_a_tools_schema_point_into_the_call(form, w, tmp_
     schema["properties"]["next"] = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
     tools = [{"type": "function", "function": {"name": "go", "parameters": schema}}]
     _, consumed = admitted(tokenizer, form.name, tools, must_call=True)
-    key = "parameters" if form.name == "llama3" else "arguments"
-    call = '{{"name": "go", "KEY": {{"W": {0}, "next": {1}}}}}'
-    call = call.replace("KEY", key).replace("W", w)
-    xml = f"<parameter={w}>\n{{0}}\n</parameter>\n<parameter=next>\n{{1}}\n</parameter>\n"
-    whole = {
-        "qwen3": f"<tool_call>\n{call}\n</tool_call>",
-        "llama3": call,
-        "qwen3-coder": f"<tool_call>\n<function=go>\n{xml}</function>\n</tool_call>",
-    }[form.name]
-    assert consumed(whole.format(5, f'{{"{w}": 6, "next": null}}'))
-    assert not consumed(whole.format('"a"', "null"))
-    assert not consumed(whole.format(5, '{"name": "go"}'))
+    whole = lambda value, rest: go(form.name, **{w: value, "next": rest})
+    assert consumed(whole("5", f'{{"{w}": 6, "next": null}}'))
+    assert not consumed(whole('"a"', "null"))
+    assert not consumed(whole("5", '{"name": "go"}'))
 
 
 @pytest.mark.parametrize("form", [one for one in FORMATS if one.grammars], ids=lambda one: one.name)
@@ -321,14 +288,7 @@ def test_a_function_without_a_schema_takes_any_arguments(form, tmp_path):
     tokenizer = make_tokenizer(tmp_path, TEMPLATE)
     tools = [{"type": "function", "function": {"name": "go"}}]
     _, consumed = admitted(tokenizer, form.name, tools, must_call=True)
-    key = "parameters" if form.name == "llama3" else "arguments"
-    call = '{"name": "go", "KEY": {"at": "Rome"}}'.replace("KEY", key)
-    whole = {
-        "qwen3": f"<tool_call>\n{call}\n</tool_call>",
-        "llama3": call,
-        "qwen3-coder": "<tool_call>\n<function=go>\n<parameter=at>\nRome\n</parameter>\n</function>\n</tool_call>",
-    }[form.name]
-    assert consumed(whole)
+    assert consumed(go(form.name, at='"Rome"'))
 
 
 @pytest.mark.parametrize(
