@@ -1,11 +1,13 @@
 """Prometheus metrics as scrapers see them: vLLM's names, and values that move as requests run."""
 
+import random
 import re
 import threading
 from types import SimpleNamespace
 
 import grpc
 import httpx
+import prometheus_client
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,7 +17,7 @@ from peagle_jax.engine.device import memory
 from peagle_jax.engine.host import k_by_load
 from peagle_jax.engine.host.round_times import RoundTimes
 from serving.messages import Load, Tokens
-from serving.metrics import Metrics
+from serving.metrics import Histogram, Metrics
 from serving.protos import peagle_v1_pb2 as pb
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT, eventually
@@ -282,3 +284,30 @@ def test_a_full_queue_counts_as_rejection(make_engine):
     post(server)
     assert moved(server, before)["vllm:admission_rejections_total{unavailable}"] == 1
     server.close()
+
+
+def text_of(registry: prometheus_client.CollectorRegistry) -> list[str]:
+    text = prometheus_client.generate_latest(registry).decode()
+    return [line for line in text.splitlines() if "_created{" not in line]
+
+
+def test_a_scrape_equals_that_of_prometheus_own_histogram():
+    """Values on a bound, below the first and above the last one; several at once count as often."""
+    buckets, labels = (0.0005, 0.001, 0.25, 1.0, 1024), {"model_name": "a", "engine": "0"}
+    theirs, ours = prometheus_client.CollectorRegistry(), prometheus_client.CollectorRegistry()
+    name, text = "vllm:tokens_total", "A text."
+    reference = prometheus_client.Histogram(
+        name, text, tuple(labels), buckets=buckets, registry=theirs
+    ).labels(**labels)
+    mine = Histogram(name, text, labels, buckets)
+    ours.register(mine)
+    assert text_of(ours) == text_of(theirs)
+    rng = random.Random(0)
+    for value in (*buckets, 0.0, 2000.0, *(rng.choice(buckets) * 2**-3 for _ in range(20))):
+        reference.observe(value)
+        mine.observe(value)
+    for _ in range(4):
+        reference.observe(0.5)
+    mine.observe(0.5, 4)
+    assert text_of(ours) == text_of(theirs)
+    assert b"vllm:tokens_total_created{" in prometheus_client.generate_latest(ours)

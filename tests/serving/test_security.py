@@ -1,5 +1,6 @@
 """Access: TLS, certificates of clients, bearer tokens, and which answers need them."""
 
+import contextlib
 import logging
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -22,6 +24,7 @@ from serving.protos import peagle_v1_pb2_grpc
 from serving.tls import Certificates
 from tests.serving.certificates import authority, signed
 from tests.serving.live import LiveServer
+from tests.serving.test_http_errors import LONG, refusal
 from tests.waiting import LIMIT, eventually
 
 SHORT = pb.GenerateRequest(text="a", stopping=pb.Stopping(max_tokens=3, ignore_eos=True))
@@ -306,3 +309,90 @@ def test_invalid_token_files_are_refused_at_the_start(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="cannot read the bearer tokens"):
         TokenFile(tmp_path / "binary")
+
+
+def test_a_token_opens_everything_but_health(make_engine, tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text("open sesame\n")
+    with (
+        LiveServer(make_engine(), http=True, tokens=TokenFile(file)) as server,
+        server.client() as http,
+    ):
+        for path in ("/health", "/ready"):
+            assert http.get(path).status_code == 200
+        known = {"authorization": "Bearer open sesame"}
+        for given in ({}, {"authorization": "Bearer x"}, {"authorization": "open sesame"}):
+            for path in ("/metrics", "/v1/models", "/version", "/nothing"):
+                refused = http.get(path, headers=given)
+                assert refusal(refused, 401)["type"] == "authentication_error"
+                assert refused.headers["www-authenticate"] == "Bearer"
+            refusal(http.post("/v1/completions", json=LONG, headers=given), 401)
+        assert http.get("/metrics", headers=known).status_code == 200
+        assert http.post("/v1/completions", json=LONG, headers=known).status_code == 200
+        os.utime(file, (1, 1))
+        file.write_text("another one\n")
+        refusal(http.get("/metrics", headers=known), 401)
+        assert http.get("/metrics", headers={"authorization": "bearer another one"}).is_success
+
+
+def peer_certificate(address: str, ca: str) -> bytes:
+    host, _, port = address.partition(":")
+    context = ssl.create_default_context(cafile=ca)
+    with (
+        socket.create_connection((host, int(port)), timeout=LIMIT) as plain,
+        context.wrap_socket(plain, server_hostname=host) as secure,
+    ):
+        return secure.getpeercert(binary_form=True)
+
+
+def test_tls_certificates_rotate(make_engine, pki, tmp_path):
+    cert, key = tmp_path / "cert", tmp_path / "key"
+    cert.write_bytes(pki["server"].bytes()[0])
+    key.write_bytes(pki["server"].bytes()[1])
+    server = LiveServer(make_engine(), http=True, certificates=Certificates(str(cert), str(key)))
+    der = lambda pair: ssl.PEM_cert_to_DER_cert(pair.bytes()[0].decode())
+    trusted = ssl.create_default_context(cafile=pki["ca"].cert)
+    with httpx.Client(base_url=f"https://{server.http_address}", verify=trusted) as https:
+        answer = https.post("/v1/completions", json=LONG, timeout=LIMIT)
+        assert answer.json()["usage"]["completion_tokens"] == 90
+    assert peer_certificate(server.http_address, pki["ca"].cert) == der(pki["server"])
+    key.write_bytes(pki["second"].bytes()[1])
+    cert.write_bytes(pki["second"].bytes()[0])
+    assert peer_certificate(server.http_address, pki["ca"].cert) == der(pki["second"])
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://{server.http_address}/health")
+    server.close()
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_no_session_outlives_the_authority_of_its_client(make_engine, pki, tmp_path, version):
+    authorities = tmp_path / "ca"
+    authorities.write_bytes(pki["ca"].bytes()[0])
+    certificates = Certificates(pki["server"].cert, pki["server"].key, str(authorities))
+    server = LiveServer(make_engine(), http=True, certificates=certificates)
+    contexts = {}
+    for client in ("client", "stranger"):
+        contexts[client] = ssl.create_default_context(cafile=pki["ca"].cert)
+        contexts[client].load_cert_chain(pki[client].cert, pki[client].key)
+        contexts[client].maximum_version = version
+    host, _, port = server.http_address.partition(":")
+
+    def visit(client: str, session=None) -> tuple[bool, ssl.SSLSession] | None:
+        """Whether the session was resumed, and the next one; None if the server hangs up."""
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, int(port)), LIMIT) as plain,
+            contexts[client].wrap_socket(plain, server_hostname=host, session=session) as secure,
+        ):
+            secure.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            return (secure.session_reused, secure.session) if secure.recv(15) else None
+        return None
+
+    _, session = visit("client")
+    resumed, session = visit("client", session)
+    assert resumed
+    assert visit("stranger") is None
+    authorities.write_bytes(pki["other"].bytes()[0])
+    assert visit("client", session) is None
+    assert visit("stranger") is not None
+    server.close()
