@@ -191,7 +191,6 @@ LONGEST = (
     "test_moe_mosaic.py",
     "test_golden_families.py",
     "test_serve_process.py",
-    "test_serve_load.py",
     "test_adaptive_rounds.py",
     "test_decode_step.py",
     "test_lossless.py",
