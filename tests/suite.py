@@ -190,7 +190,7 @@ LONGEST = (
     "test_generate.py",
     "test_moe_mosaic.py",
     "test_golden_families.py",
-    "test_serve_process.py",
+    "test_processes.py",
     "test_adaptive_rounds.py",
     "test_decode_step.py",
     "test_lossless.py",

@@ -43,15 +43,9 @@ def test_engines_with_other_batch_buckets_share_the_files_of_programs(tmp_path):
     sizes = dict(max_num_seqs=4, max_model_len=64)
     keep_in(tmp_path)
     try:
-        files = {
-            StoredPrograms(
-                jax.tree.structure(0),
-                cells_config(some, **sizes),
-                jax.devices()[:1],
-                {},
-            ).path_of("round", (), {})
-            for some in ((4,), (1, 4))
-        }
+        weights, chips = jax.tree.structure(0), jax.devices()[:1]
+        stored = lambda some: StoredPrograms(weights, cells_config(some, **sizes), chips, {})
+        files = {stored(some).path_of("round", (), {}) for some in ((4,), (1, 4))}
     finally:
         keep_in(None)
     assert len(files) == 1

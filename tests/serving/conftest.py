@@ -1,6 +1,6 @@
 """A tiny model behind a live server, shared by the tests of a file."""
 
-import openai
+import anthropic
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -91,9 +91,17 @@ def scripted(tmp_path_factory) -> Scripted:
 @pytest.fixture
 def client(scripted):
     """OpenAI's client of the scripted server; the test must leave the server empty."""
-    url = f"http://{scripted.live.http_address}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as client:
+    with scripted.live.openai() as client:
         yield client
+    scripted.live.check_empty()
+
+
+@pytest.fixture
+def claude(scripted):
+    """Anthropic's client of the scripted server; the test must leave the server empty."""
+    url = f"http://{scripted.live.http_address}"
+    with anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0, timeout=LIMIT) as made:
+        yield made
     scripted.live.check_empty()
 
 
@@ -102,8 +110,7 @@ def tools_client(tmp_path_factory):
     """OpenAI's client of a server with tools in its chat template; tests leave it empty."""
     tokenizer = make_tokenizer(tmp_path_factory.mktemp("tools"), TEMPLATE)
     server = LiveServer(make_scripted_engine(tokenizer), http=True)
-    url = f"http://{server.http_address}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as client:
+    with server.openai() as client:
         yield client
     server.check_empty()
     server.close()

@@ -28,15 +28,6 @@ VALID = CALL.replace('"3"', "3")
 """The call with arguments that satisfy the schema as they are written."""
 
 
-@pytest.fixture
-def claude(scripted):
-    """Anthropic's client of the scripted server."""
-    url = f"http://{scripted.live.http_address}"
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as made:
-        yield made
-    scripted.live.check_empty()
-
-
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_a_chat_with_tools_and_a_format_calls_or_answers_in_the_format(scripted, client, is_strict):
     tool = {"type": "function", "function": FUNCTION | {"strict": is_strict}}

@@ -23,7 +23,6 @@ from serving.limits import Limits
 from tests.serving import field_table
 from tests.serving.scripted import CALL, PARAMETERS, Scripted
 from tests.test_house import ROOT
-from tests.waiting import LIMIT
 
 USER = {"role": "user", "content": "x"}
 ROUTES = {
@@ -58,14 +57,6 @@ def post(scripted):
         yield lambda path, headers=None, **body: client.post(
             path, json={"model": "tiny"} | body, headers=headers
         )
-    scripted.live.check_empty()
-
-
-@pytest.fixture
-def claude(scripted):
-    url = f"http://{scripted.live.http_address}"
-    with anthropic.Anthropic(base_url=url, api_key="x", max_retries=0, timeout=LIMIT) as client:
-        yield client
     scripted.live.check_empty()
 
 

@@ -1,6 +1,5 @@
 """Replies in harmony's channels: by tokens, and through a live server."""
 
-import openai
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -138,7 +137,7 @@ def scripted(harmony):
 
 
 def test_chats_over_http_have_reasoning(scripted):
-    with openai.OpenAI(base_url=f"http://{scripted.http_address}/v1", api_key="x") as client:
+    with scripted.openai() as client:
         chat = dict(model="tiny", temperature=0, messages=[{"role": "user", "content": "Hello"}])
         message = client.chat.completions.create(**chat).choices[0].message
         assert (message.content, message.reasoning_content) == ("Hi é!", "They greet é.")

@@ -5,7 +5,6 @@ import json
 import threading
 
 import httpx
-import openai
 import pytest
 
 from peagle_jax import SamplingParams
@@ -18,7 +17,7 @@ PLAIN = dict(model="tiny", temperature=0)
 
 @pytest.fixture(scope="module")
 def client(live):
-    with openai.OpenAI(base_url=url(live, "/v1"), api_key="none", max_retries=0) as made:
+    with live.openai() as made:
         yield made
 
 

@@ -73,34 +73,23 @@ def impatient(server, gate):
 
 SMUGGLED = {
     "both framings": POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "both, the other way": POST
-    + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
     "two lengths": POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
-    "a list of lengths": POST + b"Content-Length: 5, 6\r\n\r\nhello",
     "a signed length": POST + b"Content-Length: +5\r\n\r\nhello",
-    "a hexadecimal length": POST + b"Content-Length: 0x5\r\n\r\nhello",
     "a space before the colon": POST + b"Content-Length : 5\r\n\r\nhello",
     "two codings": POST
     + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
-    "a list of codings": POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-    "an unknown coding": POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
     "a coding of HTTP/1.0": POST.replace(b"1.1", b"1.0")
     + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "a folded header": GET + b"X: a\r\n Transfer-Encoding: chunked\r\n\r\n",
-    "a folded coding": POST + b"Transfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n",
     "a bare line feed": GET + b"X: a\nContent-Length: 5\r\n\r\n",
-    "bare line feeds only": GET.replace(b"\r", b"") + b"\n",
     "a bare line feed at the end": GET + b"\n",
-    "a bare carriage return": GET + b"X: a\rContent-Length: 5\r\n\r\n",
     "a zero byte": GET + b"X: a\x00b\r\n\r\n",
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
     "two hosts": GET + HOST + b"\r\n",
-    "an empty line first": b"\r\n" + GET + b"\r\n",
     "a bare line feed in a chunk's head": POST
     + b"Transfer-Encoding: chunked\r\n\r\n5\nhello\r\n0\r\n\r\n",
     "a chunk longer than it says": POST
     + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhello\r\n0\r\n\r\n",
-    "a negative chunk": POST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\nhello\r\n0\r\n\r\n",
 }
 
 

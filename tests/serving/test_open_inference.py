@@ -232,20 +232,16 @@ def test_deadlines_of_calls_and_of_requests_are_kept(server, client, pace, optio
 
 WRONG = {
     "inputs['text_input']: is missing": [tensor("sampling_parameters", "{}")],
-    "inputs['text_input']: is empty": inputs(text=""),
     "inputs['text_input']: is given twice": [*inputs(), tensor("text_input", "a")],
     "inputs['text_input']: is of type 'BOOL'": [tensor("text_input", True)],
     "inputs['stream']: true is for ModelStreamInfer": inputs(LONG, stream=True),
     "inputs['exclude_input_in_output']: the output": inputs(LONG, exclude_input_in_output=False),
     "inputs['image']: is not an input of this model; it has text_input": inputs(LONG, image="a"),
     "sampling_parameters: is not valid JSON": [*inputs(), tensor("sampling_parameters", "{")],
-    "sampling_parameters: must be a JSON object": inputs([1]),
     "sampling_parameters.colour: is not known; there are max_tokens": inputs(dict(colour=1)),
     "sampling_parameters.max_tokens: 1.5 must be a whole": inputs(dict(max_tokens=1.5)),
     "sampling_parameters.ignore_eos: must be true or false": inputs(dict(ignore_eos="yes")),
     "sampling_parameters.stop: [1] must be a string or a list": inputs(dict(stop=[1])),
-    "sampling_parameters.stop_token_ids: 5 must be a list": inputs(dict(stop_token_ids=5)),
-    "sampling_parameters.presence_penalty: ": inputs(dict(presence_penalty="2.5")),
     "sampling_parameters.logprobs: ": inputs(dict(logprobs=1)),
 }
 
@@ -265,8 +261,6 @@ def test_wrong_and_unsupported_fields_are_named(server, client, message):
 OPTIONS = {
     "parameters['colour']": dict(parameters={"colour": "red"}),
     "parameters['priority']": dict(priority=2**31),
-    "parameters['sequence_id']": dict(sequence_id=5),
-    "outputs['tokens']": dict(outputs=[InferRequestedOutput("tokens")]),
     "outputs['text_output']": dict(outputs=[InferRequestedOutput("text_output", class_count=1)]),
     "id": dict(request_id="x" * 257),
     "id: must be printable ASCII": dict(request_id="a\nb"),

@@ -158,12 +158,9 @@ KEPT = {
     "cut off by length": ("qwen3", "a \n" + hermes("read", {})[:-14]),
     "no JSON": ("qwen3", "\n<tool_call>\n{'name'}\n</tool_call>\nx"),
     "no object": ("qwen3", hermes("read", [1])),
-    "no name": ("qwen3", '<tool_call>{"a":1}</tool_call>'),
     "NaN": ("qwen3", '<tool_call>{"name":"f","arguments":{"a":NaN}}</tool_call>'),
     "coder, cut off": ("qwen3-coder", coder("a", x="1")[:-20]),
-    "coder, no name": ("qwen3-coder", "<function=> <function=a b<"),
     "llama, JSON": ("llama3", '{"name": "Bob"} x'),
-    "llama, later": ("llama3", 'See {"name": "a", "parameters": {}}'),
     "llama, code": ("llama3", "<|python_tag|>print(1)"),
     "gemma, cut off": ("gemma4", '<|tool_call>call:a{x:<|"|>1'),
 }

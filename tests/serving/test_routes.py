@@ -2,7 +2,6 @@
 
 import httpx
 import jsonschema
-import openai
 import pytest
 
 from peagle_jax.config import ConfigError
@@ -93,8 +92,7 @@ def test_the_tokenizer_is_described(http, tokenizer):
 
 
 def test_tokens_of_a_response_are_counted(http, live):
-    url = f"http://{live.http_address}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as client:
+    with live.openai() as client:
         counted = client.responses.input_tokens.count(model="tiny", input="hello there")
         answer = client.responses.create(model="tiny", input="hello there", max_output_tokens=2)
     assert counted.object == "response.input_tokens"

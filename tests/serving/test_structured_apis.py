@@ -4,7 +4,6 @@ import json
 import re
 
 import grpc
-import openai
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
@@ -38,8 +37,7 @@ def live(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(live):
-    address = f"http://{live.http_address}/v1"
-    with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=LIMIT) as made:
+    with live.openai() as made:
         yield made
 
 
