@@ -158,11 +158,7 @@ def bytes_of(name: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("file", "memory_bytes"),
-    [
-        (TWO_GPUS, 139 * 2**30),
-        (TWO_SMALL_GPUS, 81559 * 2**20),
-    ],
+    ("file", "memory_bytes"), [(TWO_GPUS, 139 * 2**30), (TWO_SMALL_GPUS, 81559 * 2**20)]
 )
 def test_the_commands_for_two_gpus_fit_and_divide(file, memory_bytes):
     parts = parts_of(file.read_text())
@@ -239,14 +235,9 @@ def test_commands_of_one_process_share_weights_and_find_their_programs(tmp_path)
         "--prompt-tokens 30\n"
     )
     small = ROOT / "tests" / "bench" / "small_presets"
-    mine = dict(os.environ)
-    mine |= {
-        "PYTHONPATH": f"{small}{os.pathsep}{ROOT}",
-        "XDG_CACHE_HOME": str(tmp_path),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "2",
-        "XLA_FLAGS": CHEAP,
-    }
+    paths = f"{small}{os.pathsep}{ROOT}"
+    mine = os.environ | {"PYTHONPATH": paths, "XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": CHEAP}
+    mine |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
     mine.pop("JAX_COMPILATION_CACHE_DIR", None)
     command = [sys.executable, "-m", "lab", "batch", str(file), "--jobs", "2", "--out", str(out)]
     made = subprocess.run(

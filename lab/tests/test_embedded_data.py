@@ -61,14 +61,8 @@ def test_pieces_are_the_text_and_half_of_the_cuts_are_line_starts():
 
 def _prepared(out: Path, **options) -> tuple[dict, list[str], np.ndarray]:
     """(report, documents of the training stream, held-out stream)."""
-    base = dict(
-        folders=(Path(data.__file__).parent,),
-        vocab_size=400,
-        sample_bytes=20_000,
-        max_bytes=100_000,
-        num_prompts=20,
-        seed=0,
-    )
+    base = dict(folders=(Path(data.__file__).parent,), vocab_size=400, num_prompts=20, seed=0)
+    base |= dict(sample_bytes=20_000, max_bytes=100_000)
     report = data.prepare(data.DataOptions(**base, **options), out)
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     stream = np.load(out / "train.npy")

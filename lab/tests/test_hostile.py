@@ -13,37 +13,17 @@ from lab.hostile import Options
 from lab.watch import Spans, figures
 from peagle_jax.config import ConfigError
 
-FINE = {
-    "attack": "http: text",
-    "attempts": 1600,
-    "wrong": 0,
-    "seconds": 4.0,
-    "quiet": {
-        "gap_ms": {"p50": 10.0, "p99": 20.0, "max": 30.0},
-        "health_ms": {"p50": 1.0, "p99": 5.0, "max": 6.0},
-        "rpc_health_ms": {"p50": 1.0, "p99": 6.0, "max": 7.0},
-    },
-    "under_attack": {
-        "health_ms": {"p50": 1.0, "p99": 99.0, "max": 500.0},
-        "rpc_health_ms": {"p50": 1.0, "p99": 9.0, "max": 500.0},
-        "gap_ms": {"p50": 10.0, "p99": 29.0, "max": 90.0},
-        "prober_late_ms": {"p50": 1.0, "p99": 7.0, "max": 9.0},
-        "probes": 400,
-        "probes_failed": 4,
-    },
-    "streams_cut": 0,
-    "streams_differ": 0,
-    "log_mb_per_minute": 0.5,
-    "memory_mb": {"before": 1000.0, "peak": 3000.0, "after": 1150.0},
-    "descriptors": {"before": 15, "peak": 300, "after": 15},
-    "service_cpu_seconds": 1.5,
-    "attackers_cpu_seconds": 2.5,
-    "kind": "hostile",
-    "device": "Chip",
-    "sha": "abc",
-    "date": "2026-01-01T00:00:00Z",
-    "missed": [],
-}
+figure = lambda p50, p99, most: {"p50": p50, "p99": p99, "max": most}
+QUIET = dict(gap_ms=figure(10.0, 20.0, 30.0), health_ms=figure(1.0, 5.0, 6.0))
+UNDER = dict(gap_ms=figure(10.0, 29.0, 90.0), health_ms=figure(1.0, 99.0, 500.0))
+UNDER |= dict(prober_late_ms=figure(1.0, 7.0, 9.0), probes=400, probes_failed=4)
+FINE = dict(attack="http: text", attempts=1600, wrong=0, seconds=4.0, streams_cut=0)
+FINE |= dict(streams_differ=0, log_mb_per_minute=0.5, kind="hostile", device="Chip", sha="abc")
+FINE |= dict(service_cpu_seconds=1.5, attackers_cpu_seconds=2.5, missed=[])
+FINE |= dict(date="2026-01-01T00:00:00Z", descriptors={"before": 15, "peak": 300, "after": 15})
+FINE["memory_mb"] = {"before": 1000.0, "peak": 3000.0, "after": 1150.0}
+FINE["quiet"] = QUIET | dict(rpc_health_ms=figure(1.0, 6.0, 7.0))
+FINE["under_attack"] = UNDER | dict(rpc_health_ms=figure(1.0, 9.0, 500.0))
 
 
 def test_a_slow_answer_counts_for_the_probes_that_it_delays():
@@ -116,16 +96,8 @@ def test_hostile_clients_report_every_attempt_and_what_was_wrong():
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with server:
-            with Attackers(
-                names,
-                http=address,
-                grpc=address,
-                token="t",
-                victim="v",
-                seconds=30.0,
-                hold_seconds=30.0,
-                scale=1 / 8,
-            ) as attackers:
+            where = dict(http=address, grpc=address, token="t", victim="v", scale=1 / 8)
+            with Attackers(names, seconds=30.0, hold_seconds=30.0, **where) as attackers:
                 attackers.begin()
                 return await asyncio.to_thread(attackers.results)
 

@@ -39,17 +39,9 @@ def server(folders, tmp_path_factory):
 def test_honest_clients_hardly_notice_hostile_ones(server, group):
     attacks, scale = GROUPS[group]
     names = [attack.name for attack in attacks]
-    row = asyncio.run(
-        hostile.measure(
-            server,
-            names,
-            seconds=3.0,
-            hold_seconds=1.0,
-            quiet_seconds=1.0,
-            scale=scale,
-            most_memory_mb=MOST_MEMORY_MB,
-        )
-    )
+    times = dict(seconds=3.0, hold_seconds=1.0, quiet_seconds=1.0)
+    options = dict(scale=scale, most_memory_mb=MOST_MEMORY_MB, **times)
+    row = asyncio.run(hostile.measure(server, names, **options))
     assert row["attempts"] >= len(attacks)
     for attack in attacks:
         # A second is too short for the limits that close such connections, and together they exceed

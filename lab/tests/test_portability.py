@@ -184,14 +184,8 @@ def reference_text() -> list:
 def text_of_an_engine() -> list:
     """Tokens and acceptance of two requests with a random head, one greedy and one sampled."""
     target = tiny.target(**tiny.ONE_LAYER)
-    config = EngineConfig(
-        num_draft=3,
-        max_num_seqs=2,
-        max_model_len=64,
-        page_size=8,
-        prefill_chunk=16,
-        dtype="float32",
-    )
+    sizes = dict(num_draft=3, max_num_seqs=2, max_model_len=64, page_size=8, prefill_chunk=16)
+    config = EngineConfig(**sizes, dtype="float32")
     engine = one_bucket(Engine(target, tiny.head(**tiny.HEAD_OF_ONE_LAYER), config))
     params = [SamplingParams(max_tokens=12, temperature=t, seed=1) for t in (0.0, 0.8)]
     found = engine.generate([[3, 1, 4, 1, 5], [9, 2, 6]], params)

@@ -20,8 +20,7 @@ def shared_programs():
 
 @pytest.fixture
 def compiled_here(tmp_path, monkeypatch):
-    """Keys of the programs that `--jobs` compiles: in this process, since children do not see what
-    a test has changed. After it no round is traced."""
+    """Keys of the programs that `--jobs` compiles, in this process. After it no round is traced."""
     stored = []
 
     def compile_missing(recipes, missing, **_):

@@ -1,12 +1,8 @@
 """Programs of cells that several processes compile."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
-import pytest
 
 from bench import cells
 from bench.cells import Variant, Work, cells_config, compile_all
@@ -14,29 +10,6 @@ from peagle_jax.engine.device.compilation import Failure, Progress
 from peagle_jax.engine.device.program import WriteControls
 from peagle_jax.engine.device.stored_programs import StoredPrograms, keep_in
 from tests.waiting import eventually
-
-SIZES = "--preset qwen3-0.6b --layers 1 --page-size 8 --prefill-chunk 16 --prompt-tokens 20 --max-tokens 8 --prefills 1"
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.exhaustive
-def test_jobs_are_processes(tmp_path):
-    """Over a tiny preset."""
-    out = tmp_path / "rows.jsonl"
-    options = f"{SIZES} --variants none --concurrency 1 --jobs 2 --sha abc --out {out}"
-    command = [sys.executable, "-m", "bench", "decode-step", *options.split()]
-    small = ROOT / "tests" / "bench" / "small_presets"
-    environment = os.environ | {
-        "XDG_CACHE_HOME": str(tmp_path),
-        "PYTHONPATH": f"{small}{os.pathsep}{ROOT}",
-    }
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    made = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
-    )
-    assert made.returncode == 0, made.stderr[-2000:]
-    assert "3 programs compiled by 2 processes" in made.stderr
-    assert len(out.read_text().splitlines()) == 1
 
 
 def test_what_is_not_compiled_is_said(monkeypatch):
@@ -70,15 +43,9 @@ def test_engines_with_other_batch_buckets_share_the_files_of_programs(tmp_path):
     sizes = dict(max_num_seqs=4, max_model_len=64)
     keep_in(tmp_path)
     try:
-        files = {
-            StoredPrograms(
-                jax.tree.structure(0),
-                cells_config(some, **sizes),
-                jax.devices()[:1],
-                {},
-            ).path_of("round", (), {})
-            for some in ((4,), (1, 4))
-        }
+        weights, chips = jax.tree.structure(0), jax.devices()[:1]
+        stored = lambda some: StoredPrograms(weights, cells_config(some, **sizes), chips, {})
+        files = {stored(some).path_of("round", (), {}) for some in ((4,), (1, 4))}
     finally:
         keep_in(None)
     assert len(files) == 1

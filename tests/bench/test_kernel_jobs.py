@@ -1,6 +1,4 @@
-"""`peagle-bench kernels --jobs`: processes compile all specs first, then each is
-measured in turn.
-"""
+"""`peagle-bench kernels --jobs`: all specs are compiled, then each is measured in turn."""
 
 import contextlib
 import os

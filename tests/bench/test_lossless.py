@@ -1,6 +1,4 @@
-"""Losslessness as measured: what is compared, that drafts are accepted, and that a difference is
-found.
-"""
+"""Losslessness as measured: drafts are accepted, and a difference is found."""
 
 import functools
 import json
@@ -16,21 +14,8 @@ from peagle_jax import Engine
 from peagle_jax.method.verify import Verdict, verify
 from tests import tiny
 
-TINY = [
-    "--layers",
-    "1",
-    "--page-size",
-    "8",
-    "--prefill-chunk",
-    "16",
-    "--prompt-tokens",
-    "40",
-    "--max-tokens",
-    "24",
-    "--no-cache",
-    "--sha",
-    "abc",
-]
+TINY = ["--layers", "1", "--page-size", "8", "--prefill-chunk", "16", "--prompt-tokens", "40"]
+TINY += ["--max-tokens", "24", "--no-cache", "--sha", "abc"]
 
 
 @pytest.fixture
@@ -43,38 +28,6 @@ def tiny_preset(monkeypatch):
 
 def measured(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.exhaustive
-def test_every_k_and_concurrency_is_compared(tiny_preset, tmp_path, capsys):
-    out = tmp_path / "rows.jsonl"
-    argv = ["--preset", "tiny-fp8", *TINY, "--out", str(out), "--methods", "none,peagle"]
-    argv += ["-K", "2,5", "--concurrency", "1,2", "--tokens", "1000", "--min-prompts", "2"]
-    assert main(["lossless", *argv]) == 0
-    found = measured(out)
-    cells = [(row["method"], row["num_speculative_tokens"], row["concurrency"]) for row in found]
-    assert cells == [("none", 0, 1), *(("peagle", k, c) for k in (2, 5) for c in (2, 1))]
-    assert sum(row["tokens_compared"] for row in found) >= 1000
-    for row in found:
-        assert (row["kind"], row["model"], row["weights"]) == (
-            "lossless",
-            "tiny-fp8 (1 of 3 layers)",
-            "fp8",
-        )
-        assert (row["sha"], row["temperature"]) == ("abc", 0.0)
-        assert row["tokens_compared"] == 24 * row["texts"]
-        assert row["texts_equal"] == row["texts"]
-        assert (row["tokens_differing"], row["parted_at"]) == (0, [])
-        assert row["texts"] < row["prompt_tokens"] < 40 * row["texts"]
-        assert row["distinct_tokens"] > 10
-    # Drafts are accepted and rejected, as often as the oracle knows: 2.2 and 2.9 without an end.
-    for row in found[1:]:
-        assert row["oracle"] == 0.7
-        assert 1.7 < row["acceptance_length"] < row["num_speculative_tokens"] + 1
-        assert row["drafted"] > row["accepted"] > 0
-    text = capsys.readouterr().out
-    assert "P-EAGLE" in text
-    assert "differ" in text
 
 
 @pytest.mark.slow

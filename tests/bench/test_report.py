@@ -12,31 +12,12 @@ from peagle_jax.config import ConfigError
 
 
 def row(kind: str, method: str, k: int, **changes) -> dict:
-    base = {
-        "kind": kind,
-        "device": "Chip",
-        "model": "m",
-        "dtype": "float32",
-        "weights": "float32",
-        "kv_cache_dtype": "auto",
-        "activations": "bf16",
-        "temperature": 0.0,
-        "set": "HumanEval",
-        "method": method,
-        "num_speculative_tokens": k,
-        "concurrency": 1,
-        "prompts": 4,
-        "prompt_tokens": 2048,
-        "max_tokens": 64,
-        "tokens_per_second": 100.0,
-        "ms_per_round": 2.5,
-        "ttft_ms_median": 7.0,
-        "acceptance_length": 1.0 + 0.5 * k,
-        "date": "2026-01-01T00:00:00Z",
-        "acceptance_per_position": [0.5] * k,
-        "sha": "abc",
-        "jax": "0.11.2",
-    }
+    base = dict(kind=kind, method=method, num_speculative_tokens=k, concurrency=1, temperature=0.0)
+    base |= dict(device="Chip", model="m", dtype="float32", weights="float32", set="HumanEval")
+    base |= dict(kv_cache_dtype="auto", activations="bf16", date="2026-01-01T00:00:00Z")
+    base |= dict(prompts=4, prompt_tokens=2048, max_tokens=64, tokens_per_second=100.0)
+    base |= dict(ms_per_round=2.5, ttft_ms_median=7.0, acceptance_length=1.0 + 0.5 * k)
+    base |= dict(acceptance_per_position=[0.5] * k, sha="abc", jax="0.11.2")
     return base | changes
 
 
@@ -84,43 +65,16 @@ def test_throughput_is_a_grid_of_methods_and_concurrencies():
 
 def test_rounds_show_their_floor_where_it_is_known():
     model = {"model": "coder-fp8", "weights": "fp8", "temperature": 1.0}
+
+    def step(method: str, k: int, ms: float, share: float | None, length: float | None, **others):
+        figures = dict(fraction_of_floor=share, synthetic_acceptance_length=length)
+        return row("decode-step", method, k, **model, ms_per_round=ms, **figures, **others)
+
     some = [
-        row(
-            "decode-step",
-            "peagle",
-            7,
-            **model,
-            ms_per_round=8.0,
-            fraction_of_floor=0.5,
-            synthetic_acceptance_length=3.1,
-        ),
-        row(
-            "decode-step",
-            "peagle",
-            7,
-            **model,
-            prompt_tokens=65536,
-            ms_per_round=9.0,
-            fraction_of_floor=0.6,
-            synthetic_acceptance_length=3.1,
-        ),
-        row(
-            "decode-step",
-            "peagle",
-            7,
-            **model,
-            ms_per_round=7.0,
-            fraction_of_floor=None,
-            synthetic_acceptance_length=2.5,
-        ),
-        row(
-            "decode-step",
-            "none",
-            0,
-            **model,
-            fraction_of_floor=None,
-            synthetic_acceptance_length=None,
-        ),
+        step("peagle", 7, 8.0, 0.5, 3.1),
+        step("peagle", 7, 9.0, 0.6, 3.1, prompt_tokens=65536),
+        step("peagle", 7, 7.0, None, 2.5),
+        step("none", 0, 2.5, None, None),
     ]
     text = report.render("rounds", report.newest([*some, *ROWS]))
     assert "coder-fp8, float32 with fp8 weights, temperature 1, 512 prompt tokens;" in text
@@ -213,21 +167,9 @@ def test_a_page_without_rows_leaves_the_other_pages_alone(tmp_path):
     assert good.read_text() == before
 
 
-SERVED = row(
-    "served",
-    "peagle",
-    7,
-    model="qwen3-coder-30b-a3b-fp8",
-    protocol="grpc",
-    rate=None,
-    duration=None,
-    prompt_tokens=512,
-    synthetic_acceptance_length=3.1,
-    bare_tokens_per_second=110.0,
-    served_over_bare=0.9,
-    api_processes=1,
-    codes={},
-)
+LOAD = dict(protocol="grpc", rate=None, duration=None, prompt_tokens=512, codes={}, api_processes=1)
+SPEEDS = dict(bare_tokens_per_second=110.0, served_over_bare=0.9, synthetic_acceptance_length=3.1)
+SERVED = row("served", "peagle", 7, model="qwen3-coder-30b-a3b-fp8", **LOAD, **SPEEDS)
 
 
 def test_the_plot_holds_the_digest_of_its_rows(tmp_path):

@@ -1,6 +1,4 @@
-"""The floor model on an H200: against figures worked out by hand for Llama 3.1 8B, and a second
-model.
-"""
+"""The floor model on an H200, against figures worked out by hand and a second model."""
 
 from dataclasses import replace
 
@@ -25,21 +23,11 @@ TARGET = PRESETS["llama-3.1-8b"]
 
 
 def head(method: str, layers: int) -> DrafterConfig:
-    return DrafterConfig(
-        method=method,
-        vocab_size=128256,
-        draft_vocab_size=32000,
-        hidden_size=4096,
-        target_hidden_size=4096,
-        num_layers=layers,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=14336,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=5e5),
-        mask_token_id=1 if method == "peagle" else None,
-    )
+    sizes = dict(vocab_size=128256, draft_vocab_size=32000, hidden_size=4096, head_dim=128)
+    sizes |= dict(target_hidden_size=4096, num_heads=32, num_kv_heads=8, intermediate_size=14336)
+    mask = 1 if method == "peagle" else None
+    rules = dict(method=method, norm_eps=1e-5, rope=RopeConfig(theta=5e5), mask_token_id=mask)
+    return DrafterConfig(num_layers=layers, **sizes, **rules)
 
 
 def load(batch: int, num_draft: int) -> Load:
@@ -130,18 +118,9 @@ def test_experts_read_grow_to_all_of_them():
 
 def test_a_row_gets_its_floor_whatever_its_weights():
     model = preset("qwen3-coder-30b-a3b-fp8")
-    row = {
-        "device": "NVIDIA H200",
-        "dtype": "bfloat16",
-        "weights": "fp8",
-        "concurrency": 8,
-        "prompts": 8,
-        "prompt_tokens": 8 * 768,
-        "max_tokens": 512,
-        "num_speculative_tokens": 0,
-        "acceptance_length": 1.0,
-        "ms_per_round": 6.536,
-    }
+    row = dict(device="NVIDIA H200", dtype="bfloat16", weights="fp8", concurrency=8, prompts=8)
+    row |= dict(prompt_tokens=8 * 768, max_tokens=512, num_speculative_tokens=0)
+    row |= dict(acceptance_length=1.0, ms_per_round=6.536)
     found = fraction(row, model.target, None)
     assert found["floor_ms"] == pytest.approx(3.268, rel=0.001)
     assert found["fraction_of_floor"] == pytest.approx(0.5, rel=0.001)

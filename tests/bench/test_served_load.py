@@ -1,6 +1,4 @@
-"""Load on a served full-size model: clients of both protocols, the bare engine beside, and the
-tables of the rows.
-"""
+"""Load on a served full-size model: clients, the bare engine beside, tables of the rows."""
 
 import json
 import multiprocessing
@@ -13,12 +11,14 @@ from array import array
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from bench import report
 from bench.__main__ import main
-from bench.load_clients import Call, Clients, Outcome, gap_figures, http_body
+from bench.load_clients import Call, Clients, Outcome, figures, gap_figures, http_body, percentiles
 from bench.random_server import in_child, save_tokenizer
+from bench.serve_load import Options, calls
 from bench.timing import drive
 from peagle_jax import SamplingParams
 from peagle_jax.config import ConfigError
@@ -30,51 +30,21 @@ from tests.suite import CHEAP
 ROOT = Path(__file__).parents[2]
 
 
+COMMAND = (
+    "serve-load --preset qwen3-0.6b --layers 1 --no-cache --synthetic-acceptance-length 2.5"
+    " --protocols grpc,http --concurrency 2 --num-requests 6"
+    " --prompt-tokens 24 --max-tokens 20 --sha abc --out OUT -- --max-model-len 64"
+    " --num-speculative-tokens 3 --adaptive off --prefill-chunk 32"
+)
+
+
+@pytest.mark.slow
 def test_a_served_preset_has_rows_of_both_protocols_beside_the_bare_engine(tmp_path):
     out = tmp_path / "rows.jsonl"
-    small = ROOT / "tests" / "bench" / "small_presets"
-    mine = os.environ | {
-        "PYTHONPATH": f"{small}{os.pathsep}{ROOT}",
-        "HOME": str(tmp_path),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": CHEAP,
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "bench",
-        "serve-load",
-        "--preset",
-        "qwen3-0.6b",
-        "--layers",
-        "1",
-        "--no-cache",
-        "--synthetic-acceptance-length",
-        "2.5",
-        "--protocols",
-        "grpc,http",
-        "--concurrency",
-        "2",
-        "--num-requests",
-        "6",
-        "--prompt-tokens",
-        "24",
-        "--max-tokens",
-        "20",
-        "--sha",
-        "abc",
-        "--out",
-        str(out),
-        "--",
-        "--max-model-len",
-        "64",
-        "--num-speculative-tokens",
-        "3",
-        "--adaptive",
-        "off",
-        "--prefill-chunk",
-        "32",
-    ]
+    paths = f"{ROOT / 'tests' / 'bench' / 'small_presets'}{os.pathsep}{ROOT}"
+    mine = os.environ | {"PYTHONPATH": paths, "HOME": str(tmp_path)}
+    mine |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": CHEAP}
+    command = [sys.executable, "-m", "bench", *COMMAND.replace("OUT", str(out)).split()]
     made = subprocess.run(command, env=mine, cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr[-3000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -104,56 +74,52 @@ HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKENS = b'data: {"choices": [{"text": "ab", "token_ids": [3]}]}\n\n'
 USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 7}}\n\n'
 DONE = b"data: [DONE]\n\n"
+FAILED, END = b'data: {"error": {}}\n\n', b"0\r\n\r\n"
 
 
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-WHOLE = HEAD + chunk(TOKENS) + chunk(TOKENS) + chunk(USAGE) + chunk(DONE) + b"0\r\n\r\n"
+WHOLE = HEAD + chunk(TOKENS) + chunk(TOKENS) + chunk(USAGE) + chunk(DONE) + END
 ANSWERS = {
     "whole": ([WHOLE, WHOLE], ["OK", "OK"], [7, 7]),
     "in pieces": ([WHOLE[i : i + 9] for i in range(0, len(WHOLE), 9)], ["OK"], [7]),
     "refused": ([b"HTTP/1.1 429 Too Many\r\ncontent-length: 0\r\n\r\n"], ["HTTP 429"], [0]),
     "cut short": ([HEAD + chunk(TOKENS)], ["LOST"], [1]),
-    "failed": (
-        [HEAD + chunk(TOKENS) + chunk(b'data: {"error": {}}\n\n') + chunk(DONE) + b"0\r\n\r\n"],
-        ["ERROR"],
-        [1],
-    ),
+    "failed": ([HEAD + chunk(TOKENS) + chunk(FAILED) + chunk(DONE) + END], ["ERROR"], [1]),
 }
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_a_client_of_http_reads_streams_of_one_connection(name):
-    """A server that answers each request of a connection with the next text, or with all of them in
-    pieces.
-    """
-    texts, codes, counts = ANSWERS[name]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def answer(listener: socket.socket, texts: list[bytes], num_requests: int) -> None:
+    """Answers each request of a connection with the next text, or one with all of them."""
+    connection, _ = listener.accept()
+    with connection:
+        for index, text in enumerate(texts):
+            if index < num_requests:
+                connection.recv(65536)
+            connection.sendall(text)
 
-        def answer() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                for index, text in enumerate(texts):
-                    if index < len(codes):
-                        connection.recv(65536)
-                    connection.sendall(text)
 
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        request = pb.GenerateRequest(stopping=pb.Stopping(max_tokens=7))
-        request.tokens.ids.extend([1, 2])
-        address = "{}:{}".format(*listener.getsockname())
-        with Clients(6) as clients:
-            todo = [Call(request=request)] * len(codes)
-            loaded = clients.load(todo, address=address, protocol="http", concurrency=1)
-        thread.join()
-    assert [one.code for one in loaded.outcomes] == codes
-    assert [one.num_tokens for one in loaded.outcomes] == counts
-    assert all(len(one.arrivals) >= (one.code == "OK") for one in loaded.outcomes)
-    # Greedy texts are compared by their tokens.
-    assert all(list(one.tokens) == [3, 3] for one in loaded.outcomes if one.code == "OK")
+def test_a_client_of_http_reads_streams_of_one_connection():
+    request = pb.GenerateRequest(stopping=pb.Stopping(max_tokens=7))
+    request.tokens.ids.extend([1, 2])
+    with Clients(6) as clients:
+        for name, (texts, codes, counts) in ANSWERS.items():
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                given = listener, texts, len(codes)
+                thread = threading.Thread(target=answer, args=given, daemon=True)
+                thread.start()
+                address = "{}:{}".format(*listener.getsockname())
+                todo = [Call(request=request)] * len(codes)
+                found = clients.load(todo, address=address, protocol="http", concurrency=1)
+                thread.join()
+            outcomes = found.outcomes
+            assert [one.code for one in outcomes] == codes, name
+            assert [one.num_tokens for one in outcomes] == counts, name
+            assert all(len(one.arrivals) >= (one.code == "OK") for one in outcomes)
+            # Greedy texts are compared by their tokens.
+            assert all(list(one.tokens) == [3, 3] for one in outcomes if one.code == "OK")
     body = json.loads(http_body(request))
     assert (body["prompt"], body["return_token_ids"]) == ([1, 2], True)
     request.sampling.temperature = 1.0
@@ -191,6 +157,9 @@ def test_each_made_up_token_has_a_text_of_its_own(tmp_path, vocab_size):
     assert tokenizer.decode(tokenizer.encode("def é\n")) == "def é\n"
 
 
+CLOCK = [0.0]
+
+
 class IdleEngine:
     """Ends each request in the step after it came, and notes when it came."""
 
@@ -204,18 +173,9 @@ class IdleEngine:
         return bool(self._open)
 
     def add_request(self, prompt, params):
-        self._open.append(
-            SimpleNamespace(
-                prompt=prompt,
-                output=[1],
-                is_finished=True,
-                error=None,
-                rounds=1,
-                arrival_time=0.0,
-                first_token_time=0.0,
-                finish_time=1.0,
-            )
-        )
+        times = dict(arrival_time=0.0, first_token_time=0.0, finish_time=1.0)
+        ended = dict(output=[1], is_finished=True, error=None, rounds=1)
+        self._open.append(SimpleNamespace(prompt=prompt, **ended, **times))
         self.came.append(drive_clock())
         return self._open[-1]
 
@@ -226,9 +186,6 @@ class IdleEngine:
 
 def drive_clock() -> float:
     return CLOCK[0]
-
-
-CLOCK = [0.0]
 
 
 def test_prompts_with_times_are_not_given_to_the_engine_before(monkeypatch):
@@ -248,47 +205,17 @@ def test_what_a_child_raises_is_raised_here():
         in_child(sys.exit, 3)
 
 
-MISTAKES = {
-    "needs a --preset": ["--layers", "3"],
-    "leave out --address": ["--preset", "qwen3-0.6b", "--address", "127.0.0.1:1"],
-    "unknown preset": ["--preset", "qwen9"],
-}
-
-
-@pytest.mark.parametrize("message", MISTAKES)
-def test_mistakes_are_one_line(tmp_path, capsys, message):
-    out = ["--out", str(tmp_path / "rows.jsonl"), "--sha", "abc", "--no-cache"]
-    assert main(["serve-load", *out, *MISTAKES[message]]) == 2
-    assert message in capsys.readouterr().err
-
-
 def served(protocol: str, concurrency: int, speed: float, **changes) -> dict:
-    found = row(
-        "served",
-        "peagle",
-        7,
-        model="qwen3-coder-30b-a3b-fp8",
-        protocol=protocol,
-        concurrency=concurrency,
-        rate=None,
-        duration=None,
-        prompt_tokens=512,
-        synthetic_acceptance_length=3.1,
-        tokens_per_second=speed,
-        bare_tokens_per_second=1000.0,
-        served_over_bare=speed / 1000,
-        codes={"OK": 32},
-        port_seconds=9.0,
-        serving_seconds=20.0,
-        programs_seconds=21.0,
-        programs_on_disk=4,
-        api_processes=1,
-        processes=[{"role": "engine", "resident_mib": 2048.0, "cpu_seconds": 1.0}],
-    )
-    figures = {
-        name: {"p50": 1.0, "p99": 2.0, "max": 3.0} for name in ("ttft_ms", "tpot_ms", "gap_ms")
-    }
-    return found | figures | changes
+    model = dict(model="qwen3-coder-30b-a3b-fp8", prompt_tokens=512)
+    load = dict(protocol=protocol, concurrency=concurrency, rate=None, duration=None)
+    speeds = dict(tokens_per_second=speed, bare_tokens_per_second=1000.0)
+    start = dict(port_seconds=9.0, serving_seconds=20.0, programs_seconds=21.0)
+    found = row("served", "peagle", 7, **model, **load, **speeds, **start)
+    found |= dict(synthetic_acceptance_length=3.1, served_over_bare=speed / 1000)
+    found |= dict(codes={"OK": 32}, programs_on_disk=4, api_processes=1)
+    found["processes"] = [{"role": "engine", "resident_mib": 2048.0, "cpu_seconds": 1.0}]
+    figures = {"p50": 1.0, "p99": 2.0, "max": 3.0}
+    return found | dict(ttft_ms=figures, tpot_ms=figures, gap_ms=figures) | changes
 
 
 SERVED = [served("grpc", 8, 970.0), served("http", 8, 950.0), served("http", 32, 940.0)]
@@ -308,14 +235,122 @@ def test_served_rows_have_a_table_and_stand_in_the_readme():
 
 
 def test_loads_of_other_kinds_are_lines_but_not_in_the_readme():
-    others = report.newest(
-        [
-            served("grpc", 128, 900.0, duration=200),
-            served("grpc", None, 800.0, rate=9.0),
-            served("http", 8, 950.0),
-        ]
-    )
+    mixed, timed = served("grpc", 128, 900.0, duration=200), served("grpc", None, 800.0, rate=9.0)
+    others = report.newest([mixed, timed, served("http", 8, 950.0)])
     text = report.render("served", others)
     assert "| 128 requests, mixed lengths for 200 s | gRPC | 900 |" in text
     assert "| 9 requests/s | gRPC |" in text
     assert [one["protocol"] for one in report.chosen_rows("served-speed", others)] == ["http"]
+
+
+def read(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def outcome(code: str = "OK", *, ttft: float = 0.1, per_token: float = 0.01, tokens: int = 11):
+    """A request sent at 100 s."""
+    first = 100 + ttft
+    counts = dict(rounds=5, emitted=10, drafted=14, accepted=6)
+    counts |= dict(accepted_per_position=[4, 2, 0], drafted_per_position=[5, 5, 4])
+    times = dict(sent=100.0, first=first, last=first + per_token * (tokens - 1))
+    return Outcome(code=code, tokens=[5] * tokens, acceptance=pb.Acceptance(**counts), **times)
+
+
+def test_latencies_count_tokens_not_messages():
+    one = outcome()
+    assert one.latency("ttft") == pytest.approx(100)
+    assert one.latency("tpot") == pytest.approx(10)
+    assert one.latency("e2e") == pytest.approx(200)
+    assert outcome(tokens=1).latency("tpot") is None
+    assert Outcome(sent=1.0).latency("ttft") is None
+
+
+def test_percentiles_are_those_of_the_values():
+    assert percentiles([]) is None
+    assert percentiles(list(range(101))) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+
+
+def test_figures_are_of_what_ended_well_and_goodput_of_what_was_in_time():
+    slow, late = outcome(per_token=0.1), outcome(ttft=0.6)
+    cancelled = outcome("CANCELLED", ttft=9.0, tokens=3)
+    refused = Outcome(sent=100.0, code="RESOURCE_EXHAUSTED")
+    limits = {"ttft": 500.0, "tpot": 50.0}
+    row = figures([outcome(), outcome(), slow, late, cancelled, refused], 2.0, limits)
+    assert row["codes"] == {"CANCELLED": 1, "OK": 4, "RESOURCE_EXHAUSTED": 1}
+    assert (row["requests"], row["tokens"]) == (6, 47)
+    assert row["tokens_per_second"] == 23.5
+    assert row["requests_per_second"] == 2.0
+    assert row["goodput"] == 1.0
+    assert row["ttft_ms"]["p99"] < 1000  # not of the cancelled one
+    assert row["acceptance_length"] == pytest.approx(10 / 5)
+    assert row["acceptance_per_position"] == [0.8, 0.4, 0.0]
+    assert "goodput" not in figures([outcome()], 1.0, {})
+
+
+@pytest.fixture
+def options() -> Options:
+    return Options(seed=3, max_tokens=8, ignore_eos=True)
+
+
+def test_arrivals_are_poisson_from_the_seed(options):
+    made = calls(options, ["a", [5, 6]], 2000, rate=50.0)
+    again = calls(options, ["a", [5, 6]], 2000, rate=50.0)
+    assert [call.start for call in made] == [call.start for call in again]
+    gaps = np.diff([call.start for call in made])
+    assert gaps.min() > 0
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.1)
+    assert gaps.std() == pytest.approx(1 / 50, rel=0.15)  # an exponential's, as its mean
+    assert made[0].request.text == "a"
+    assert list(made[1].request.tokens.ids) == [5, 6]
+
+
+@pytest.fixture
+def tiny_server(folders, monkeypatch, tmp_path):
+    """Options that make `serve-load` start a server of the tiny model."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sizes = ["--max-model-len", "256", "--prefill-chunk", "16", "--num-speculative-tokens", "3"]
+    return ["--", *folders.options(), *sizes]
+
+
+@pytest.mark.exhaustive
+def test_a_load_ends_every_request(tiny_server, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    argv = (
+        "--concurrency 1,2 --set random --prompt-tokens 20 --max-tokens 16 --num-requests 40"
+        " --goodput ttft:60000 --ignore-eos --sha abc"
+        f" --no-cache --out {out}"
+    ).split()
+    assert main(["serve-load", *argv, *tiny_server]) == 0
+    found = read(out)
+    assert [one["concurrency"] for one in found] == [1, 2]
+    for one in found:
+        assert (one["kind"], one["model"], one["method"]) == ("serve-load", "target", "peagle")
+        assert (one["num_speculative_tokens"], one["max_num_seqs"]) == (3, 2)
+        assert (one["codes"], one["tokens"]) == ({"OK": 40}, 40 * 16)
+        assert 0 < one["ttft_ms"]["p50"] <= one["e2e_ms"]["p50"]
+        assert one["goodput"] == pytest.approx(one["requests_per_second"])
+        assert one["acceptance_length"] >= 1
+    assert "40 OK" in capsys.readouterr().out
+
+
+MISTAKES = {
+    "needs a --preset": ["--layers", "3"],
+    "leave out --address": ["--preset", "qwen3-0.6b", "--address", "127.0.0.1:1"],
+    "unknown preset": ["--preset", "qwen9"],
+    "drop --address": ["--address", "localhost:1", "--", "--max-num-seqs", "4"],
+    "no answer from peagle.v1.Generation": ["--address", "127.0.0.1:1"],
+    "http is for a server": ["--address", "127.0.0.1:1", "--protocols", "http"],
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_are_one_line(tmp_path, capsys, message):
+    out = ["--out", str(tmp_path / "rows.jsonl"), "--sha", "abc", "--no-cache"]
+    assert main(["serve-load", *out, *MISTAKES[message]]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "rows.jsonl"), "--sha", "abc", "--no-cache"]
+    assert main(["serve-load", *out, "--", "--model", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err

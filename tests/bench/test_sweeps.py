@@ -8,7 +8,6 @@ import pytest
 
 from bench import rows
 from bench.__main__ import main
-from bench.report import derived
 from bench.sweep import prompt_set
 from bench.timing import drive
 from peagle_jax import Engine, EngineConfig, SamplingParams
@@ -37,6 +36,7 @@ def few_prompts(tmp_path):
     return f"few={file}"
 
 
+@pytest.mark.slow
 def test_throughput_compares_methods_at_every_concurrency(folders, tmp_path, few_prompts):
     out = tmp_path / "rows.jsonl"
     argv = [*options(folders, out), "-K", "2", "--concurrency", "1,2", "--set", few_prompts]
@@ -56,46 +56,6 @@ def test_throughput_compares_methods_at_every_concurrency(folders, tmp_path, few
         assert row["ms_per_round"] > 0
         assert row["ratio_to_plain"] > 0
     assert measured[0]["ratio_to_plain"] == 1
-
-
-@pytest.mark.exhaustive
-def test_throughput_loads_the_programs_that_jobs_compiled(
-    folders, tmp_path, few_prompts, compiled_here
-):
-    out = tmp_path / "rows.jsonl"
-    argv = [*options(folders, out), "-K", "2", "--concurrency", "1", "--set", few_prompts]
-    argv.remove("--no-cache")
-    assert main(["throughput", *argv, "--methods", "none,peagle", "--jobs", "2"]) == 0
-    assert len(compiled_here) == 6
-    assert [row["outputs_equal_to_plain"] for row in read(out)] == [4, 4]
-
-
-@pytest.mark.exhaustive
-def test_throughput_compares_fixed_k_with_a_choice_by_load(folders, tmp_path, few_prompts):
-    out = tmp_path / "rows.jsonl"
-    argv = [*options(folders, out), "-K", "2", "--concurrency", "2", "--set", few_prompts]
-    argv += ["--methods", "none,peagle", "--adaptive", "off,load", "--repeats", "3"]
-    assert main(["throughput", *argv]) == 0
-    measured = read(out)
-    cells = [(row["method"], row["num_speculative_tokens"], row["adaptive"]) for row in measured]
-    assert cells == [("none", 0, "off"), ("peagle", 2, "off"), ("peagle", 2, "load")]
-    labels = [derived(row)["label"] for row in measured]
-    assert labels == ["plain", "P-EAGLE K=2", "P-EAGLE K by load"]
-    for row in measured:
-        assert row["kind"] == "adaptive"
-        assert row["outputs_equal_to_plain"] == row["prompts"]
-        speeds = row["tokens_per_second_of_repeats"]
-        assert sorted(speeds)[1] == pytest.approx(row["tokens_per_second"], rel=1e-3)
-    assert [*map(int, measured[2]["drafts_by_batch_size"])] == [2]
-    assert "drafts_by_batch_size" not in measured[1]
-
-
-@pytest.mark.slow
-def test_a_row_says_what_the_weights_are(folders, tmp_path, few_prompts):
-    out = tmp_path / "rows.jsonl"
-    argv = [*options(folders, out), "--methods", "none", "--set", few_prompts, "--concurrency", "1"]
-    assert main(["throughput", *argv, "--quantization", "fp8"]) == 0
-    assert [(row["dtype"], row["weights"]) for row in read(out)] == [("float32", "fp8")]
 
 
 @pytest.mark.exhaustive
@@ -190,14 +150,7 @@ def test_an_unknown_prompt_set_is_refused():
 
 @pytest.mark.parametrize(
     "argv",
-    [
-        [],
-        ["throughput", "--concurrency", "0"],
-        ["throughput", "--methods", "magic"],
-        ["throughput", "--model", "nowhere"],
-        ["acceptance", "-K", "x"],
-        ["report", "--results", "nowhere"],
-    ],
+    [[], ["throughput", "--methods", "magic"], ["report", "--results", "nowhere"]],
 )
 def test_mistakes_are_one_line_and_exit_code_2(capsys, argv):
     try:
@@ -221,7 +174,8 @@ def test_rows_know_where_they_were_measured(monkeypatch):
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
-@pytest.mark.parametrize(("command", "sets"), [("acceptance", "--sets"), ("throughput", "--set")])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("command", "sets"), [("throughput", "--set"), ("acceptance", "--sets")])
 def test_prompts_go_through_a_models_template_and_a_row_of_no_round_is_an_error(
     folders, tmp_path, few_prompts, capsys, command, sets
 ):

@@ -22,19 +22,7 @@ class Pair:
 def authority(folder: Path, name: str) -> Pair:
     """An authority that signed itself."""
     pair = Pair(str(folder / f"{name}.pem"), str(folder / f"{name}.key"))
-    _openssl(
-        "req",
-        "-x509",
-        *_NEW_KEY,
-        "-keyout",
-        pair.key,
-        "-out",
-        pair.cert,
-        "-days",
-        "2",
-        "-subj",
-        f"/CN={name}",
-    )
+    _openssl(f"req -x509 {_NEW_KEY} -keyout {pair.key} -out {pair.cert} -days 2 -subj /CN={name}")
     return pair
 
 
@@ -44,29 +32,16 @@ def signed(folder: Path, name: str, by: Pair) -> Pair:
     request = folder / f"{name}.csr"
     extensions = folder / "extensions"
     extensions.write_text(_EXTENSIONS)
-    _openssl("req", "-new", *_NEW_KEY, "-keyout", pair.key, "-out", request, "-subj", f"/CN={name}")
+    _openssl(f"req -new {_NEW_KEY} -keyout {pair.key} -out {request} -subj /CN={name}")
     _openssl(
-        "x509",
-        "-req",
-        "-in",
-        request,
-        "-CA",
-        by.cert,
-        "-CAkey",
-        by.key,
-        "-CAcreateserial",
-        "-out",
-        pair.cert,
-        "-days",
-        "2",
-        "-extfile",
-        extensions,
+        f"x509 -req -in {request} -CA {by.cert} -CAkey {by.key} -CAcreateserial"
+        f" -out {pair.cert} -days 2 -extfile {extensions}"
     )
     return pair
 
 
-_NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+_NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
 
 
-def _openssl(*arguments: str | Path) -> None:
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+def _openssl(arguments: str) -> None:
+    subprocess.run(["openssl", *arguments.split()], check=True, capture_output=True)

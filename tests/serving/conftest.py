@@ -1,7 +1,6 @@
 """A tiny model behind a live server, shared by the tests of a file."""
 
-import httpx
-import openai
+import anthropic
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -15,16 +14,8 @@ from tests.serving.scripted import make_engine as make_scripted_engine
 from tests.waiting import LIMIT
 
 EOS_IDS = (126, 127)
-SIZES = dict(
-    num_draft=3,
-    max_num_seqs=4,
-    max_model_len=96,
-    page_size=4,
-    prefill_chunk=16,
-    prefill_rows=2,
-    max_waiting=64,
-    max_logprobs=3,
-)
+SIZES = dict(num_draft=3, max_num_seqs=4, max_model_len=96, page_size=4, prefill_chunk=16)
+SIZES |= dict(prefill_rows=2, max_waiting=64, max_logprobs=3)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,9 +26,7 @@ def shared_programs():
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    """Byte-level BPE of 128 tokens: printable ASCII, space and pairs of letters; chats
-    are lines.
-    """
+    """Byte-level BPE of 128 tokens: printable ASCII and pairs of letters; chats are lines."""
     letters = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ"]
     pairs = [(a, b) for a in "abcdef" for b in "ghijkl"][: tiny.TARGET.vocab_size - len(letters)]
     tokens = [*letters, *(a + b for a, b in pairs)]
@@ -58,8 +47,7 @@ def target():
 
 @pytest.fixture(scope="session")
 def make_engine(target, tokenizer):
-    """Makes engines of the tiny model; keyword arguments override sizes. Batches are padded to the
-    largest size, unless the options are about K by load."""
+    """Makes engines of the tiny model, of one batch size unless K goes by load."""
 
     def make(*, head=True, with_tokenizer=True, times=None, **sizes) -> Engine:
         kind = EngineConfig if "adaptive" in sizes else programs.OneBucketConfig
@@ -74,9 +62,8 @@ def make_engine(target, tokenizer):
 @pytest.fixture(scope="module")
 def live(make_engine) -> LiveServer:
     """A server that stays up for the file; whatever a test does, it must be empty afterwards."""
-    server = LiveServer(make_engine(), http=True, with_reflection=True)
-    yield server
-    server.close()
+    with LiveServer(make_engine(), http=True, with_reflection=True) as server:
+        yield server
 
 
 @pytest.fixture
@@ -89,7 +76,7 @@ def server(live) -> LiveServer:
 @pytest.fixture(scope="module")
 def http(live):
     """A client of the shared server's HTTP port."""
-    with httpx.Client(base_url=f"http://{live.http_address}", timeout=LIMIT) as client:
+    with live.client() as client:
         yield client
 
 
@@ -104,21 +91,26 @@ def scripted(tmp_path_factory) -> Scripted:
 @pytest.fixture
 def client(scripted):
     """OpenAI's client of the scripted server; the test must leave the server empty."""
-    url = f"http://{scripted.live.http_address}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as client:
+    with scripted.live.openai() as client:
         yield client
+    scripted.live.check_empty()
+
+
+@pytest.fixture
+def claude(scripted):
+    """Anthropic's client of the scripted server; the test must leave the server empty."""
+    url = f"http://{scripted.live.http_address}"
+    with anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0, timeout=LIMIT) as made:
+        yield made
     scripted.live.check_empty()
 
 
 @pytest.fixture(scope="module")
 def tools_client(tmp_path_factory):
-    """OpenAI's client of a server whose model has a chat template with tools; the tests must leave
-    it empty.
-    """
+    """OpenAI's client of a server with tools in its chat template; tests leave it empty."""
     tokenizer = make_tokenizer(tmp_path_factory.mktemp("tools"), TEMPLATE)
     server = LiveServer(make_scripted_engine(tokenizer), http=True)
-    url = f"http://{server.http_address}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as client:
+    with server.openai() as client:
         yield client
     server.check_empty()
     server.close()

@@ -1,6 +1,4 @@
-"""`python -m tests.serving.field_table FILE` writes docs/fields.md: what is done with
-each field.
-"""
+"""`python -m tests.serving.field_table docs/fields.md` writes that page."""
 
 import sys
 import textwrap
@@ -42,16 +40,9 @@ def _sections(root: type[Fields]) -> str:
                 case None:
                     status = "honoured"
             paths[status].append(f"`{place}{name}`")
-    return "\n".join(
-        textwrap.fill(
-            f"- {status}: {', '.join(paths[status])}",
-            width=118,
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for status in sorted(paths)
-    )
+    whole = dict(break_long_words=False, break_on_hyphens=False)
+    fill = lambda text: textwrap.fill(text, width=118, subsequent_indent="  ", **whole)
+    return "\n".join(fill(f"- {status}: {', '.join(paths[status])}") for status in sorted(paths))
 
 
 def page() -> str:

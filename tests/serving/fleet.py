@@ -1,13 +1,10 @@
-"""Servers as processes behind the smg gateway, and clients that send requests to it all
-the time.
-"""
+"""Servers as processes behind the smg gateway, and clients that send all the time."""
 
 import json
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,42 +23,20 @@ MODEL = "tiny"
 MAX_POSITION = 256
 GREEDY = dict(temperature=0, ignore_eos=True)
 SIZES = (
-    "--max-num-seqs",
-    "2",
-    "--max-model-len",
-    "256",
-    "--prefill-chunk",
-    "32",
-    "--num-speculative-tokens",
-    "3",
-    "--adaptive",
-    "off",
-    "--max-connection-seconds",
-    "2",
+    "--max-num-seqs 2 --max-model-len 256 --prefill-chunk 32 --num-speculative-tokens 3 "
+    "--adaptive off --max-connection-seconds 2"
 )
-"""Few programs, so that a server starts soon. It ends each connection after two seconds (GOAWAY):
-no request may notice that."""
+"""So that it starts soon. Each connection ends after two seconds: no request may notice."""
 GATEWAY = (
-    "--health-check-interval-secs",
-    "1",
-    "--worker-startup-check-interval",
-    "1",
-    "--load-monitor-interval",
-    "1",
-    "--retry-max-retries",
-    "10",
-    "--retry-initial-backoff-ms",
-    "200",
-    "--disable-circuit-breaker",
+    "--health-check-interval-secs 1 --worker-startup-check-interval 1 --load-monitor-interval 1 "
+    "--retry-max-retries 10 --retry-initial-backoff-ms 200 --disable-circuit-breaker"
 )
 """The gateway notices the state of a server sooner than by default, and retries until it has: it
 sends a request again to the server that has its prefix, as long as three checks in a row have not
 failed. The failures would open its circuit breaker for a minute, also after the server has
 returned."""
 _POLL = 0.1  # seconds between two looks at the gateway, or at a log
-_PAUSE = (
-    0.3  # seconds that a client of `Load` waits between two requests, so that servers start soon
-)
+_PAUSE = 0.3  # seconds between two requests of a client of `Load`, so that servers start soon
 
 
 def save_model(folder: Path, target: Decoder, tokenizer: Tokenizer) -> list[str]:
@@ -74,9 +49,7 @@ def save_model(folder: Path, target: Decoder, tokenizer: Tokenizer) -> list[str]
 
 
 class Replica:
-    """One server of a fleet. A later process has the port of the first, as a restarted container
-    has.
-    """
+    """One server of a fleet; its later processes have its port, as a restarted container has."""
 
     def __init__(self, folder: Path, model: Sequence[str]):
         self._folder, self._model = folder, model
@@ -92,7 +65,7 @@ class Replica:
         self._folder.mkdir(exist_ok=True)
         options = (*self._model, "--served-model-name", MODEL, "--no-cache", "--port", self._port)
         mine = {name: value for name, value in os.environ.items() if not name.startswith("PEAGLE_")}
-        self.process = Served([*options, *SIZES], log=self._logs[-1], environment=mine)
+        self.process = Served([*options, *SIZES.split()], log=self._logs[-1], environment=mine)
 
     def kill(self) -> None:
         """Ends the process by SIGKILL."""
@@ -124,7 +97,7 @@ class Fleet:
                 self.replicas.append(Replica(folder / str(i), model))
                 started.callback(self.replicas[i].kill)
             addresses = [one.address for one in self.replicas]
-            gateway = running_gateway(addresses, folder, MODEL, *GATEWAY)
+            gateway = running_gateway(addresses, folder, MODEL, *GATEWAY.split())
             self.url = started.enter_context(gateway).removesuffix("/v1")
             self.client = httpx.Client(base_url=self.url, timeout=LIMIT)
             started.enter_context(self.client)
@@ -159,12 +132,6 @@ class Fleet:
         response = self.client.post(route, json=dict(model=MODEL, **GREEDY) | body)
         assert response.status_code == 200, response.text
         return response.json()
-
-    def at_once(self, work: Callable, items: Iterable) -> list:
-        """Calls `work` with each of the items, all at the same time."""
-        items = list(items)
-        with ThreadPoolExecutor(len(items)) as pool:
-            return list(pool.map(work, items))
 
 
 @dataclass(frozen=True)

@@ -28,28 +28,14 @@ def running_gateway(
     """The base URL of a gateway that has only the servers' addresses and no network."""
     port, metrics_port = free_ports(2)
     log = folder / "log"
-    command = [
-        Path(sys.executable).with_name("smg"),
-        "launch",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-        "--worker-urls",
-        *(f"grpc://{address}" for address in addresses),
-        "--prometheus-host",
-        "127.0.0.1",
-        "--prometheus-port",
-        metrics_port,
-        *options,
-    ]
+    urls = " ".join(f"grpc://{address}" for address in addresses)
+    program = Path(sys.executable).with_name("smg")
+    own = f"launch --host 127.0.0.1 --port {port} --worker-urls {urls}"
+    own += f" --prometheus-host 127.0.0.1 --prometheus-port {metrics_port}"
+    command = [str(program), *own.split(), *options]
     with log.open("w") as out:
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     try:
         url = f"http://127.0.0.1:{port}/v1"
         wait_for_model(url, model, process, log)

@@ -1,6 +1,4 @@
-"""A server within the test's process: its event loop runs in a thread, clients talk to
-it over TCP.
-"""
+"""A server within the test's process, its event loop in a thread; clients use TCP."""
 
 import asyncio
 import contextlib
@@ -8,10 +6,15 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+import grpc
+import httpx
+import openai
+
 from peagle_jax import Engine
 from serving.frontend import Frontend, State
 from serving.http.server import HttpServer
 from serving.limits import Limits
+from serving.protos import peagle_v1_pb2_grpc
 from serving.rpc.server import RpcServer
 from serving.worker import EngineWorker
 from tests.waiting import LIMIT, eventually
@@ -73,13 +76,8 @@ class LiveServer:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.http: HttpServer | None = None
-        self.run(
-            self._start(
-                dict(name=name, limits=limits, report=report, reply_format=reply_format),
-                http,
-                options,
-            )
-        )
+        own = dict(name=name, limits=limits, report=report, reply_format=reply_format)
+        self.run(self._start(own, http, options))
 
     async def _start(self, frontend_options: dict, http: bool, options: dict) -> None:
         self.frontend = Frontend(EngineWorker(self.engine), **frontend_options)
@@ -100,9 +98,7 @@ class LiveServer:
 
     @contextlib.contextmanager
     def another_http(self, **options) -> Iterator[str]:
-        """The address of a further HTTP server over the same frontend; options as `HttpServer`
-        takes them.
-        """
+        """The address of a further HTTP server over the same frontend."""
 
         async def start() -> tuple[HttpServer, int]:
             server = HttpServer(self.frontend, **options)
@@ -137,9 +133,7 @@ class LiveServer:
                 pace.release(1_000_000)
 
     def unmerged(self) -> contextlib.AbstractContextManager:
-        """Within the block a round begins only once all streams have been read, so no
-        deltas merge.
-        """
+        """Within the block a round begins once all streams were read: no deltas merge."""
 
         def all_read() -> bool:
             streams = self.frontend.admission.streams
@@ -179,6 +173,31 @@ class LiveServer:
 
         eventually(lambda: self.call(is_empty), "the server is empty")
         self.engine.scheduler.check_integrity()
+
+    @contextlib.contextmanager
+    def peagle(self) -> Iterator[peagle_v1_pb2_grpc.GenerationStub]:
+        """A stub of a connection of its own."""
+        with grpc.insecure_channel(self.address) as channel:
+            yield peagle_v1_pb2_grpc.GenerationStub(channel)
+
+    def client(self) -> httpx.Client:
+        """A client of the HTTP port."""
+        return httpx.Client(base_url=f"http://{self.http_address}", timeout=LIMIT)
+
+    def openai(self) -> openai.OpenAI:
+        """OpenAI's client of the HTTP port."""
+        url = f"http://{self.http_address}/v1"
+        return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT)
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        """The answer to a request of a connection of its own."""
+        return httpx.post(f"http://{self.http_address}{path}", json=body, timeout=LIMIT)
+
+    def __enter__(self) -> "LiveServer":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
 
     def close(self) -> None:
         """Drains and stops everything."""

@@ -80,15 +80,8 @@ class Script:
 
 def make_engine(tokenizer: Tokenizer, end: str = END, **sizes) -> Engine:
     """An engine of the tiny model, without drafts, that ends a text at the special token `end`."""
-    config = dict(
-        num_draft=0,
-        max_num_seqs=4,
-        max_model_len=1024,
-        page_size=16,
-        prefill_chunk=64,
-        max_waiting=64,
-        max_logprobs=3,
-    )
+    config = dict(num_draft=0, max_num_seqs=4, max_model_len=1024, page_size=16, prefill_chunk=64)
+    config |= dict(max_waiting=64, max_logprobs=3)
     end_id = tokenizer.special_id(end)
     longest = {"max_position": sizes["max_model_len"]} if "max_model_len" in sizes else {}
     shape = tiny.ONE_LAYER | longest
@@ -97,9 +90,7 @@ def make_engine(tokenizer: Tokenizer, end: str = END, **sizes) -> Engine:
 
 
 class Scripted:
-    """A server and the script of its model; `special` and `tokens` are as `make_tokenizer` takes
-    them.
-    """
+    """A server and the script of its model; `special`, `tokens`: see `make_tokenizer`."""
 
     def __init__(
         self,

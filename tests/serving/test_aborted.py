@@ -70,12 +70,8 @@ def test_a_client_that_leaves_counts_as_abort(server, pace):
     before = scrape(server)
     body = dict(prompt="abc", max_tokens=80, n=3, ignore_eos=True, temperature=1)
     pace.release(2)
-    with httpx.stream(
-        "POST",
-        f"http://{server.http_address}/v1/completions",
-        json=LONG | body | {"stream": True},
-        timeout=LIMIT,
-    ) as made:
+    content = LONG | body | {"stream": True}
+    with server.client() as http, http.stream("POST", "/v1/completions", json=content) as made:
         next(made.iter_lines())
     eventually(lambda: server.call(lambda: server.frontend.admission.num_open == 0))
     pace.release(100)

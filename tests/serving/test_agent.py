@@ -1,11 +1,8 @@
-"""The example agent of the docs edits a file. The embedded model cannot reason: its replies are
-given.
-"""
+"""The example agent of the docs edits a file; the model's replies are given."""
 
 import json
 import sys
 
-import openai
 import pytest
 
 from peagle_jax.cli.loading import load
@@ -55,7 +52,7 @@ def test_the_agent_reads_edits_and_answers(agent, scripted, tmp_path):
         call("replace", old="def f(", new="def sort(") + call("shout"),
         "The function is now called sort.",
     )
-    with openai.OpenAI(base_url=f"http://{server.http_address}/v1", api_key="none") as client:
+    with server.openai() as client:
         answer = agent.edit(client, "embedded", path, "Rename f to sort.")
         assert answer == "The function is now called sort."
         assert path.read_text() == "def sort(xs):\n    return sorted(xs)\n"

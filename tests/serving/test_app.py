@@ -20,16 +20,8 @@ from tests.waiting import LIMIT
 
 
 def test_every_size_reaches_the_engine():
-    sizes = dict(
-        max_num_seqs=3,
-        max_model_len=256,
-        max_waiting=5,
-        prefill_chunk=32,
-        prefill_rows=2,
-        max_logprobs=1,
-        dtype="bfloat16",
-        kv_cache_dtype="fp8",
-    )
+    sizes = dict(max_num_seqs=3, max_model_len=256, max_waiting=5, prefill_chunk=32)
+    sizes |= dict(prefill_rows=2, max_logprobs=1, dtype="bfloat16", kv_cache_dtype="fp8")
     engine = make_engine(Settings(num_speculative_tokens=2, method="eagle3", **sizes))
     assert {name: getattr(engine.config, name) for name in sizes} == sizes
     assert engine.config.num_draft == 2

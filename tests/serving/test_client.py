@@ -133,32 +133,21 @@ def test_a_failed_turn_is_not_part_of_the_conversation(server, ask):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["a", "--temperature", "-1"], "temperature=-1.0 must be between 0 and 100"),
-        (["a", "--n", "2"], "greedy sequences would be equal"),
-        (["a", "--top-p", "0"], "top_p=0.0 must be in (0, 1]"),
-        (["a", "--max-tokens", "0"], "max_tokens=0 must be at least 1"),
-        (["a", "--n", "0"], "--n must be at least 1"),
-        (["a", "--top-k", "-1"], "top_k=-1 must be 0 (off) or positive"),
-        (["a", "--seed", "-1"], "seed=-1 must be between 0 and 2**63 - 1"),
-        (
-            ["a", "--priority", "99999999999"],
-            "cannot be sent",
-        ),
-        (
-            ["a", "--allowed-token", "5", "--allowed-token", "-5"],
-            "--allowed-token-ids cannot be sent",
-        ),
-        (["a", "--logit-bias=-5=1"], "--logit-bias cannot be sent"),
-        (["a", "--request-id", "\udcff"], "cannot be sent"),
-        (["a", "--system", "b"], "need --chat"),
-        (["a", "--info"], "take no PROMPT"),
-        (["a", "--tls-cert", "x"], "belong together"),
-        (["a", "-K", "9"], "more than the 3 that the engine was compiled for"),
-        (["a\udcff"], "cannot be sent"),
+        ("--temperature -1", "temperature=-1.0 must be between 0 and 100"),
+        ("--n 2", "greedy sequences would be equal"),
+        ("--n 0", "--n must be at least 1"),
+        ("--priority 99999999999", "cannot be sent"),
+        ("--allowed-token 5 --allowed-token -5", "--allowed-token-ids cannot be sent"),
+        ("--logit-bias=-5=1", "--logit-bias cannot be sent"),
+        ("--request-id \udcff", "cannot be sent"),
+        ("--system b", "need --chat"),
+        ("--info", "take no PROMPT"),
+        ("--tls-cert x", "belong together"),
+        ("-K 9", "more than the 3 that the engine was compiled for"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(ask, arguments, word):
-    code, out, err = ask(*arguments)
+    code, out, err = ask("a", *arguments.split())
     assert (code, out) == (2, "")
     assert err.startswith("peagle-client: error: ")
     assert word in err
@@ -235,17 +224,15 @@ def test_health_of_a_stopped_server_is_an_exit_code(make_engine, capsys):
     server.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_command_and_its_request(server, pace, number):
+def test_an_interrupt_ends_the_command_and_its_request(server, pace):
     pace.release(3)
     process = start(server, "a", "--ignore-eos")
     assert process.stdout.read(1)
     assert server.call(lambda: server.frontend.num_open) == 1
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT)
     eventually(lambda: server.frontend.num_open == 0)
-    if number == signal.SIGINT:
-        assert (process.returncode, err.strip()) == (130, "peagle-client: interrupted")
+    assert (process.returncode, err.strip()) == (130, "peagle-client: interrupted")
 
 
 def test_ctrl_c_in_a_conversation_ends_only_the_answer(server, pace):
@@ -275,9 +262,7 @@ def test_a_closed_pipe_ends_the_request(server, pace):
 
 
 def test_the_client_starts_without_what_a_server_needs():
-    code = (
-        "import sys, serving.client.command; "
-        "print({'jax', 'numpy', 'flax', 'yaml', 'transformers', 'pydantic'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert (done.stdout.strip(), done.stderr) == ("set()", "")
+    code = "import sys, serving.client.command; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    large = {"jax", "numpy", "flax", "yaml", "transformers", "pydantic"}
+    assert large.isdisjoint(done.stdout.split())

@@ -1,6 +1,4 @@
-"""Every interface reports the same counts of a request's drafts, and they are of what
-was emitted.
-"""
+"""Every interface reports the same counts of a request's drafts."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +15,7 @@ from peagle_jax.method.drafter import Proposal
 from serving.client.command import as_json, statistics
 from serving.errors import Code
 from serving.logs import log_request
-from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc
+from serving.protos import peagle_v1_pb2
 from serving.stream import Ask
 from tests.programs import OneBucketConfig
 from tests.serving.conftest import SIZES
@@ -55,9 +53,8 @@ def text(make_engine) -> list[int]:
 def live(target, tokenizer, text):
     drafter = PerfectDrafter(jnp.array([*PROMPT, *text], jnp.int32), J)
     engine = Engine(target, None, OneBucketConfig(**SIZES), tokenizer=tokenizer, drafter=drafter)
-    server = LiveServer(engine, http=True)
-    yield server
-    server.close()
+    with LiveServer(engine, http=True) as server:
+        yield server
 
 
 @dataclass(frozen=True)
@@ -84,13 +81,8 @@ def over_http(server: LiveServer, fields: dict) -> Reported:
 
 
 def over_peagle(server: LiveServer, fields: dict) -> Reported:
-    with grpc.insecure_channel(server.address) as channel:
-        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
-        stopping = peagle_v1_pb2.Stopping(
-            max_tokens=fields["max_tokens"],
-            ignore_eos=True,
-            stop_token_ids=fields.get("stop_token_ids", []),
-        )
+    with server.peagle() as stub:
+        stopping = peagle_v1_pb2.Stopping(ignore_eos=True, **fields)
         ids = peagle_v1_pb2.TokenIds(ids=PROMPT)
         request = peagle_v1_pb2.GenerateRequest(tokens=ids, stopping=stopping)
         whole = stub.GenerateOnce(request)
@@ -124,9 +116,8 @@ def over_vllm(server: LiveServer, fields: dict) -> Reported:
     return Reported(whole.completion_tokens, whole.spec_accepted_tokens, rejected)
 
 
-@pytest.mark.sampled(8, slow=4)
 @pytest.mark.parametrize("ask", [over_http, over_peagle, over_vllm])
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 7, 96, None])
+@pytest.mark.parametrize("max_tokens", [1, 4, 5, 96, None])
 def test_a_perfect_drafter_is_credited_with_what_it_emitted(server, text, ask, max_tokens):
     fields = dict(max_tokens=max_tokens or 60)
     size = min(max_tokens or STOP, len(text))
@@ -150,8 +141,7 @@ def test_a_perfect_drafter_is_credited_with_what_it_emitted(server, text, ask, m
 
 
 def test_stats_are_the_sum_of_the_requests(server):
-    with grpc.insecure_channel(server.address) as channel:
-        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+    with server.peagle() as stub:
         stats = lambda: Acceptance(*_fields(stub.GetStats(peagle_v1_pb2.GetStatsRequest())))
         server.check_empty()
         before = stats()
@@ -171,14 +161,8 @@ def test_stats_are_the_sum_of_the_requests(server):
 
 def _fields(stats) -> tuple:
     counts = stats.acceptance
-    return (
-        counts.rounds,
-        counts.emitted,
-        counts.drafted,
-        counts.accepted,
-        tuple(counts.accepted_per_position),
-        tuple(counts.drafted_per_position),
-    )
+    by_position = (tuple(counts.accepted_per_position), tuple(counts.drafted_per_position))
+    return (counts.rounds, counts.emitted, counts.drafted, counts.accepted, *by_position)
 
 
 def test_a_slow_reader_gets_the_drafts_of_every_round(live):

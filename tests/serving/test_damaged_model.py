@@ -27,12 +27,10 @@ def live(tokenizer):
     target = tiny.target(**tiny.ONE_LAYER, eos_ids=EOS_IDS)
     rows = target.embed.weight[...]
     target.embed.weight.set_value(rows.at[BAD].set(jnp.nan))
-    engine = Engine(
-        target, tiny.head(**tiny.HEAD_OF_ONE_LAYER), OneBucketConfig(**SIZES), tokenizer=tokenizer
-    )
-    server = LiveServer(engine, http=True)
-    yield server
-    server.close()
+    head = tiny.head(**tiny.HEAD_OF_ONE_LAYER)
+    engine = Engine(target, head, OneBucketConfig(**SIZES), tokenizer=tokenizer)
+    with LiveServer(engine, http=True) as server:
+        yield server
 
 
 def post(server, prompt, **fields) -> httpx.Response:
@@ -59,11 +57,8 @@ def test_http_answers_500_with_a_sentence_and_counts(server):
     answer = post(server, [7, BAD])
     assert answer.status_code == 500
     error = answer.json()["error"]
-    assert (error["message"], error["type"], error["code"]) == (
-        NOT_FINITE,
-        "server_error",
-        "internal",
-    )
+    assert (error["message"], error["type"]) == (NOT_FINITE, "server_error")
+    assert error["code"] == "internal"
     changes = moved(server, before)
     assert changes["peagle:requests_not_finite_total"] == 1
     assert changes["peagle:requests_total{INTERNAL,http}"] == 1

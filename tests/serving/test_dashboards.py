@@ -1,6 +1,4 @@
-"""deploy/grafana/dashboard.json and deploy/alerts.yml ask for metrics and labels that `/metrics`
-has.
-"""
+"""The dashboard and the alerts of deploy/ ask for metrics and labels that `/metrics` has."""
 
 import json
 from collections.abc import Iterator
@@ -30,23 +28,12 @@ ENDINGS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_su
 
 @pytest.fixture(scope="module")
 def series() -> dict[str, set[str]]:
-    """Labels of each series of a server that has had no request: Prometheus must see them begin at
-    0.
-    """
-    counts = Acceptance(
-        rounds=1,
-        emitted=2,
-        drafted=3,
-        accepted=1,
-        per_position=(1, 0, 0),
-        drafted_per_position=(1, 1, 1),
-    )
-    metrics = Metrics(
-        "tiny",
-        config=EngineConfig(num_draft=3),
-        load=lambda: Load(acceptance=counts, num_draft={1: 3}),
-        num_open=lambda: 0,
-    )
+    """Labels of each series before any request: Prometheus must see them begin at 0."""
+    positions = dict(per_position=(1, 0, 0), drafted_per_position=(1, 1, 1))
+    counts = Acceptance(rounds=1, emitted=2, drafted=3, accepted=1, **positions)
+    load = lambda: Load(acceptance=counts, num_draft={1: 3})
+    config = EngineConfig(num_draft=3)
+    metrics = Metrics("tiny", config=config, load=load, num_open=lambda: 0)
     found = dict(OF_PROMETHEUS)
     for family in text_string_to_metric_families(metrics.text().decode()):
         for ending in ENDINGS[family.type]:
@@ -72,9 +59,8 @@ def expressions() -> list[tuple[str, str]]:
 def parts(node: promql.Expr) -> Iterator[promql.Expr]:
     """A node of a parsed query and all nodes below it."""
     yield node
-    below = [
-        getattr(node, name, None) for name in ("lhs", "rhs", "expr", "vector_selector", "param")
-    ]
+    names = ("lhs", "rhs", "expr", "vector_selector", "param")
+    below = [getattr(node, name, None) for name in names]
     for child in [*below, *getattr(node, "args", ())]:
         if child is not None:
             yield from parts(child)

@@ -1,8 +1,5 @@
-"""Replies in harmony's channels: reasoning and text are separated, by tokens and through a live
-server.
-"""
+"""Replies in harmony's channels: by tokens, and through a live server."""
 
-import openai
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -52,69 +49,53 @@ def parsed(tokenizer: Tokenizer, text: str, *, size: int = 1, stops=(), tools=No
     return reply + parser.finish()
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 1000])
-@pytest.mark.parametrize(
-    ("reply", "text", "reasoning"),
-    [
-        (ANALYSIS + FINAL, "Hi é!", "They greet é."),
-        (FINAL.removeprefix("<|start|>assistant"), "Hi é!", ""),
-        ("<|message|>Hi", "Hi", ""),
-        ("just text", "just text", ""),  # the prompt has the header
-        ("just text<|end|>" + FINAL, "just textHi é!", ""),
-        (ANALYSIS + TOOL, "", "They greet é.{}"),
-        (
-            ANALYSIS
-            + "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>",
-            "",
-            "They greet é.{}",
-        ),
-        (
-            ANALYSIS + "<|start|>assistant<|channel|>commentary<|message|>I look<|end|>" + FINAL,
-            "I lookHi é!",
-            "They greet é.",
-        ),
-        (ANALYSIS + "<|start|>assistant<|channel|>fi", "", "They greet é."),  # cut off
-        (ANALYSIS[:-10], "", "They greet"),
-        (ANALYSIS + "<|start|>assistant<|end|>" + FINAL, "Hi é!", "They greet é."),
-        ("<|channel|>analysisword<|message|>no such channel", "no such channel", ""),
-    ],
-)
-def test_text_and_reasoning_are_separated(harmony, reply, text, reasoning, size):
-    assert parsed(harmony, reply, size=size) == ReplyPart(text, reasoning)
+CUT = ANALYSIS + "<|start|>assistant"
+TO_F = CUT + " to=functions.f<|channel|>commentary<|message|>{}<|call|>"
+THEY, BOTH = "They greet é.", ("Hi é!", "They greet é.")
+SAID = {
+    ANALYSIS + FINAL: BOTH,
+    FINAL.removeprefix("<|start|>assistant"): ("Hi é!", ""),
+    "<|message|>Hi": ("Hi", ""),
+    "just text": ("just text", ""),  # the prompt has the header
+    "just text<|end|>" + FINAL: ("just textHi é!", ""),
+    ANALYSIS + TOOL: ("", THEY + "{}"),
+    TO_F: ("", THEY + "{}"),
+    CUT + "<|channel|>commentary<|message|>I look<|end|>" + FINAL: ("I lookHi é!", THEY),
+    CUT + "<|channel|>fi": ("", THEY),  # cut off
+    ANALYSIS[:-10]: ("", "They greet"),
+    CUT + "<|end|>" + FINAL: BOTH,
+    "<|channel|>analysisword<|message|>no such channel": ("no such channel", ""),
+}
+"""A reply -> its text and its reasoning."""
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
-@pytest.mark.parametrize(
-    ("reply", "text", "calls"),
-    [
-        (ANALYSIS + TOOL, "", [ToolCall("f", "{}")]),
-        (
-            ANALYSIS
-            + "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>",
-            "",
-            [ToolCall("f", "{}")],
-        ),
-        (
-            TOOL + TOOL.replace("{}", '{"a": "é<|x"}'),
-            "",
-            [ToolCall("f", "{}"), ToolCall("f", '{"a": "é<|x"}')],
-        ),
-        (TOOL.replace("{}", '{"n": "3"}'), "", [ToolCall("f", '{"n": 3}')]),
-        (TOOL.replace("{}", "{'a'}") + FINAL, "{'a'}Hi é!", []),
-        (TOOL.removesuffix("<|call|>"), "{}", []),  # cut off
-        (TOOL.replace("functions.f", "browser.open"), "", []),
-        (
-            TOOL.removesuffix("<|call|>") + "<|start|>assistant<|channel|>final<|message|>Hi",
-            "Hi",
-            [ToolCall("f", "{}")],
-        ),
-    ],
-)
-def test_messages_to_functions_are_calls(harmony, reply, text, calls, size):
+def test_text_and_reasoning_are_separated(harmony, size):
+    for reply, (text, reasoning) in SAID.items():
+        assert parsed(harmony, reply, size=size) == ReplyPart(text, reasoning), reply
+
+
+CALL = ToolCall("f", "{}")
+CALLED = {
+    ANALYSIS + TOOL: ("", [CALL]),
+    TO_F: ("", [CALL]),
+    TOOL + TOOL.replace("{}", '{"a": "é<|x"}'): ("", [CALL, ToolCall("f", '{"a": "é<|x"}')]),
+    TOOL.replace("{}", '{"n": "3"}'): ("", [ToolCall("f", '{"n": 3}')]),
+    TOOL.replace("{}", "{'a'}") + FINAL: ("{'a'}Hi é!", []),
+    TOOL.removesuffix("<|call|>"): ("{}", []),  # cut off
+    TOOL.replace("functions.f", "browser.open"): ("", []),
+    TOOL.removesuffix("<|call|>") + FINAL: ("Hi é!", [CALL]),
+}
+"""A reply -> its text and its calls."""
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_messages_to_functions_are_calls(harmony, size):
     properties = {"n": {"type": "integer"}}
     tools = Tools([{"function": {"name": "f", "parameters": {"properties": properties}}}])
-    whole = parsed(harmony, reply, size=size, tools=tools)
-    assert (whole.text, whole.calls) == (text, tuple(calls))
+    for reply, (text, calls) in CALLED.items():
+        whole = parsed(harmony, reply, size=size, tools=tools)
+        assert (whole.text, whole.calls) == (text, tuple(calls)), reply
 
 
 def test_pieces_come_as_soon_as_they_are_certain(harmony):
@@ -151,13 +132,12 @@ def scripted(harmony):
     """A live server whose model emits `ANALYSIS + FINAL`."""
     engine = make_engine(harmony, "<|return|>", max_model_len=192)
     Script(engine, harmony.encode(ANALYSIS + FINAL))
-    server = LiveServer(engine, http=True)
-    yield server
-    server.close()
+    with LiveServer(engine, http=True) as server:
+        yield server
 
 
 def test_chats_over_http_have_reasoning(scripted):
-    with openai.OpenAI(base_url=f"http://{scripted.http_address}/v1", api_key="x") as client:
+    with scripted.openai() as client:
         chat = dict(model="tiny", temperature=0, messages=[{"role": "user", "content": "Hello"}])
         message = client.chat.completions.create(**chat).choices[0].message
         assert (message.content, message.reasoning_content) == ("Hi é!", "They greet é.")

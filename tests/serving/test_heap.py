@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import grpc
+import pytest
 
 from bench.served import Served
 from serving.protos import peagle_v1_pb2 as pb
@@ -31,6 +32,7 @@ if any("serving" in argument for argument in sys.orig_argv):
 """
 
 
+@pytest.mark.slow
 def test_a_full_collection_is_short_in_every_process_while_requests_run(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     paths = [str(tmp_path), str(Path(__file__).parents[2])]

@@ -5,7 +5,6 @@ import json
 import threading
 
 import httpx
-import openai
 import pytest
 
 from peagle_jax import SamplingParams
@@ -18,7 +17,7 @@ PLAIN = dict(model="tiny", temperature=0)
 
 @pytest.fixture(scope="module")
 def client(live):
-    with openai.OpenAI(base_url=url(live, "/v1"), api_key="none", max_retries=0) as made:
+    with live.openai() as made:
         yield made
 
 
@@ -54,9 +53,8 @@ def test_a_completion_equals_the_text_of_the_engine(server, client, alone):
 def test_a_stream_joins_to_the_whole_answer(server, client):
     options = dict(prompt=PROMPT, max_tokens=30, **PLAIN)
     whole = client.completions.create(**options)
-    chunks = list(
-        client.completions.create(stream=True, stream_options={"include_usage": True}, **options)
-    )
+    as_stream = dict(stream=True, stream_options={"include_usage": True})
+    chunks = list(client.completions.create(**as_stream, **options))
     assert "".join(c.choices[0].text for c in chunks[:-1]) == whole.choices[0].text
     assert [c.choices[0].finish_reason for c in chunks[:-2]] == [None] * (len(chunks) - 2)
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
@@ -101,11 +99,8 @@ def test_a_chat_equals_the_completion_of_its_template(server, client):
 def test_a_chat_streams(server, client):
     options = dict(messages=[{"role": "user", "content": "ab"}], max_tokens=20, **PLAIN)
     whole = client.chat.completions.create(**options)
-    chunks = list(
-        client.chat.completions.create(
-            stream=True, stream_options={"include_usage": True}, **options
-        )
-    )
+    as_stream = dict(stream=True, stream_options={"include_usage": True})
+    chunks = list(client.chat.completions.create(**as_stream, **options))
     assert {c.object for c in chunks} == {"chat.completion.chunk"}
     roles = [c.choices[0].delta.role for c in chunks[:-1]]
     assert roles == ["assistant"] + [None] * (len(roles) - 1)
@@ -151,17 +146,12 @@ def test_n_sequences_of_several_prompts_are_numbered_by_prompt(server, client):
 
 
 def test_the_default_temperature_is_one(server, client):
-    texts = {
-        client.completions.create(model="tiny", prompt="ab", max_tokens=20).choices[0].text
-        for _ in range(4)
-    }
-    assert len(texts) > 1
-    greedy = dict(model="tiny", prompt="ab", max_tokens=20)
-    expected = client.completions.create(temperature=0, **greedy).choices[0].text
-    top = client.completions.create(extra_body={"top_k": 1}, **greedy).choices[0].text
-    assert top == expected
-    with_all = {"top_k": -1, "min_p": 1.0}  # min_p 1 leaves the likeliest
-    assert client.completions.create(extra_body=with_all, **greedy).choices[0].text == expected
+    ask = dict(model="tiny", prompt="ab", max_tokens=20)
+    text = lambda **options: client.completions.create(**ask, **options).choices[0].text
+    assert len({text() for _ in range(4)}) > 1
+    greedy = text(temperature=0)
+    assert text(extra_body={"top_k": 1}) == greedy
+    assert text(extra_body={"top_k": -1, "min_p": 1.0}) == greedy  # min_p 1 leaves the likeliest
 
 
 def test_the_answer_names_its_stop_string_or_token(server, client, alone):
@@ -222,14 +212,8 @@ def test_logprobs_of_chats(server, client):
 
 
 def test_usage_in_every_chunk(server, http, tokenizer):
-    body = dict(
-        model="tiny",
-        prompt=PROMPT,
-        max_tokens=20,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},
-    )
+    shown = {"include_usage": True, "continuous_usage_stats": True}
+    body = dict(prompt=PROMPT, max_tokens=20, stream=True, stream_options=shown, **PLAIN)
     chunks = events(http.post("/v1/completions", json=body))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
@@ -258,8 +242,7 @@ def num_cancelled(http: httpx.Client) -> float:
 LONG = dict(prompt="a", max_tokens=90, ignore_eos=True, temperature=0)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
+@pytest.mark.parametrize(("stream", "prompt"), [(True, "a"), (False, ["a", "b", "c"])])
 def test_a_lost_connection_frees_everything(server, http, pace, stream, prompt):
     """Running or queued requests: at most 4 of 20 run at once."""
     before = num_cancelled(http)
@@ -267,9 +250,8 @@ def test_a_lost_connection_frees_everything(server, http, pace, stream, prompt):
     async def ask_and_leave():
         async with httpx.AsyncClient(base_url=url(server), timeout=LIMIT) as client:
             body = LONG | dict(stream=stream, prompt=prompt)
-            calls = [
-                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(20)
-            ]
+            post = lambda: asyncio.create_task(client.post("/v1/completions", json=body))
+            calls = [post() for _ in range(20)]
             await asyncio.to_thread(eventually, lambda: server.frontend.num_open >= 20)
             assert server.frontend.load.num_running <= 4
             for call in calls:
@@ -294,12 +276,8 @@ def test_draining_finishes_old_requests_and_refuses_new_ones(make_engine):
     server = LiveServer(make_engine(), http=True)
     with httpx.Client(base_url=url(server), timeout=LIMIT) as http:
         answers = []
-        threads = [
-            threading.Thread(
-                target=lambda: answers.append(httpx.post(url(server, "/v1/completions"), json=LONG))
-            )
-            for _ in range(6)
-        ]
+        ask = lambda: answers.append(server.post("/v1/completions", **LONG))
+        threads = [threading.Thread(target=ask) for _ in range(6)]
         with server.paced():
             for thread in threads:
                 thread.start()

@@ -1,21 +1,23 @@
-"""Connections that keep the HTTP server waiting, too many of them, and heads that proxies read
-otherwise.
-"""
+"""Connections that keep the HTTP server waiting, too many of them, and ambiguous heads."""
 
 import asyncio
 import contextlib
 import errno
+import http.client
 import itertools
+import json
 import random
 import socket
 import ssl
 import struct
+import threading
 import time
 
 import httpx
 import pytest
 
-from serving.http.connection import TimeLimits, find_fault
+from serving.http import body
+from serving.http.connection import LingeringTransport, TimeLimits, find_fault
 from serving.http.gate import Gate
 from serving.http.listener import Listener
 from serving.http.server import _listen
@@ -71,34 +73,23 @@ def impatient(server, gate):
 
 SMUGGLED = {
     "both framings": POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "both, the other way": POST
-    + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
     "two lengths": POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
-    "a list of lengths": POST + b"Content-Length: 5, 6\r\n\r\nhello",
     "a signed length": POST + b"Content-Length: +5\r\n\r\nhello",
-    "a hexadecimal length": POST + b"Content-Length: 0x5\r\n\r\nhello",
     "a space before the colon": POST + b"Content-Length : 5\r\n\r\nhello",
     "two codings": POST
     + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
-    "a list of codings": POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-    "an unknown coding": POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
     "a coding of HTTP/1.0": POST.replace(b"1.1", b"1.0")
     + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "a folded header": GET + b"X: a\r\n Transfer-Encoding: chunked\r\n\r\n",
-    "a folded coding": POST + b"Transfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n",
     "a bare line feed": GET + b"X: a\nContent-Length: 5\r\n\r\n",
-    "bare line feeds only": GET.replace(b"\r", b"") + b"\n",
     "a bare line feed at the end": GET + b"\n",
-    "a bare carriage return": GET + b"X: a\rContent-Length: 5\r\n\r\n",
     "a zero byte": GET + b"X: a\x00b\r\n\r\n",
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
     "two hosts": GET + HOST + b"\r\n",
-    "an empty line first": b"\r\n" + GET + b"\r\n",
     "a bare line feed in a chunk's head": POST
     + b"Transfer-Encoding: chunked\r\n\r\n5\nhello\r\n0\r\n\r\n",
     "a chunk longer than it says": POST
     + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhello\r\n0\r\n\r\n",
-    "a negative chunk": POST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\nhello\r\n0\r\n\r\n",
 }
 
 
@@ -162,21 +153,6 @@ def test_bytes_that_drip_do_not_extend_the_time_for_a_head(impatient, gate, firs
     assert b"200 OK" not in answer.partition(b"408")[2]
     assert answer.count(b"HTTP/1.1 200") == bool(first)
     eventually(lambda: gate.num_open == 0)
-
-
-def test_a_body_that_the_answer_did_not_wait_for_is_not_waited_for_long(impatient, gate):
-    with connect(impatient) as connection:
-        connection.sendall(b"POST /nothing HTTP/1.1\r\n" + HOST + b"Content-Length: 99\r\n\r\n")
-        assert read_all(connection).startswith(b"HTTP/1.1 404 ")
-    eventually(lambda: gate.num_open == 0)
-
-
-def test_a_body_that_comes_after_the_answer_ends_the_connection(patient):
-    with connect(patient) as connection:
-        connection.sendall(b"POST /nothing HTTP/1.1\r\n" + HOST + b"Content-Length: 9\r\n\r\n")
-        assert connection.recv(13) == b"HTTP/1.1 404 "
-        connection.sendall(b"123456789" + GET + b"\r\n")
-        assert b"HTTP/1.1" not in read_all(connection)
 
 
 def test_an_answer_that_is_not_read_ends_the_connection(impatient, gate):
@@ -267,18 +243,6 @@ def test_health_is_answered_while_all_connections_are_busy(server, patient, gate
         assert gate.num_open <= 4 + 2
 
 
-def test_one_address_does_not_take_the_places_of_others(server):
-    gate = Gate(most=4, most_per_address=2, reserve=1)
-    with server.another_http(gate=gate) as address, contextlib.ExitStack() as stack:
-        mine = stack.enter_context(connect(address, "127.0.0.2"))
-        eventually(lambda: gate.num_open == 1)
-        for _ in range(8):
-            stack.enter_context(connect(address, "127.0.0.3"))
-        eventually(lambda: gate.num_open == 3)
-        mine.sendall(GET + b"\r\n")
-        assert mine.recv(15) == b"HTTP/1.1 200 OK"
-
-
 def test_addresses_of_one_network_count_as_one():
     gate = Gate(most=9, most_per_address=1, reserve=0)
     closed = []
@@ -366,25 +330,10 @@ def test_without_descriptors_the_server_pauses_and_closes_idle_connections(caplo
     assert len(lines) < 5
 
 
-HOSTS = {
-    "localhost": 200,
-    "LOCALHOST:8000": 200,
-    "127.0.0.1": 200,
-    "127.0.0.1:80": 200,
-    "127.0.0.2": 200,
-    "[::1]": 200,
-    "[::1]:8000": 200,
-    "localhost.": 200,
-    "evil.example": 403,
-    "evil.example:8000": 403,
-    "localhost.evil.example": 403,
-    "127.0.0.1.evil.example": 403,
-    "10.0.0.1": 403,
-    "[::2]": 403,
-    "": 403,
-    "named.example:1": 200,
-    "a@localhost": 403,
-}
+HOSTS = dict.fromkeys(("localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:80"), 200)
+HOSTS |= dict.fromkeys(("127.0.0.2", "[::1]", "[::1]:8000", "localhost.", "named.example:1"), 200)
+HOSTS |= dict.fromkeys(("evil.example", "evil.example:8000", "localhost.evil.example"), 403)
+HOSTS |= dict.fromkeys(("127.0.0.1.evil.example", "10.0.0.1", "[::2]", "", "a@localhost"), 403)
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -408,3 +357,238 @@ def test_a_small_message_does_not_wait_for_the_acknowledgement_of_the_one_before
         listener.setblocking(True)
         with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+SIZE = 4 << 20  # bytes of a body; more than the kernel's buffers hold
+HEADS = {
+    "413": POST + b"Content-Length: 900000000\r\n\r\n",
+    "413, and close": POST + b"Connection: close\r\nContent-Length: 900000000\r\n\r\n",
+    "404": b"POST /nothing HTTP/1.1\r\n" + HOST + b"Content-Length: 900000000\r\n\r\n",
+    "400": POST + b"Content-Length: 5, 6\r\n\r\n",
+}
+
+
+@pytest.fixture
+def wide():
+    return Gate(most=9, most_per_address=9, reserve=2)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_an_answer_is_read_after_all_of_a_body_was_sent(server, wide, kind):
+    """No byte of the answer is read before: a reset would discard it."""
+    with server.another_http(gate=wide) as address, connect(address) as connection:
+        connection.sendall(HEADS[kind])
+        for _ in range(SIZE >> 16):
+            connection.sendall(b" " * (1 << 16))
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.makefile("rb").read()
+        assert answer.startswith(f"HTTP/1.1 {kind[:3]} ".encode())
+        assert answer.count(b"HTTP/1.1") == 1
+        assert b"connection: close\r\n" in answer.lower()
+        eventually(lambda: wide.num_open == 0)
+
+
+def test_a_client_that_goes_on_sending_is_cut_off(server, wide, monkeypatch):
+    monkeypatch.setattr("serving.http.connection._MOST_DISCARDED", 1 << 20)
+    time_limits = TimeLimits(linger=3600.0, write=3600.0)  # bytes are what ends it
+    with (
+        server.another_http(gate=wide, time_limits=time_limits) as address,
+        connect(address) as connection,
+    ):
+        connection.sendall(HEADS["413"])
+        with contextlib.suppress(ConnectionError):
+            for _ in range(SIZE << 4 >> 16):
+                connection.sendall(b" " * (1 << 16))
+        eventually(lambda: wide.num_open == 0)
+
+
+def test_a_client_that_neither_sends_nor_ends_is_cut_off(server, wide):
+    with (
+        server.another_http(gate=wide, time_limits=TimeLimits(linger=0.2)) as address,
+        connect(address) as connection,
+    ):
+        connection.sendall(HEADS["413"])
+        assert read_all(connection).startswith(b"HTTP/1.1 413 ")  # the server's end comes at once
+        eventually(lambda: wide.num_open == 0)
+
+
+def test_a_request_that_was_read_to_its_end_keeps_its_connection(server, wide):
+    body = '{"prompt": 5}'
+    with (
+        server.another_http(gate=wide) as address,
+        contextlib.closing(http.client.HTTPConnection(address, timeout=LIMIT)) as connection,
+    ):
+        for _ in range(2):
+            # The content type is checked before the body is read.
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", body, headers)
+            mine = connection.sock
+            answer = connection.getresponse()
+            assert answer.status == 400
+            assert answer.getheader("connection") != "close"
+            answer.read()
+            assert connection.sock is mine
+
+
+class Pipe:
+    """A transport that only counts."""
+
+    def __init__(self, *, can_write_eof: bool):
+        self.calls: list[str] = []
+        self.can_write_eof = lambda: can_write_eof
+        for name in ("close", "write_eof", "resume_reading"):
+            setattr(self, name, lambda name=name: self.calls.append(name))
+        self.is_closing = lambda: "close" in self.calls
+
+
+@pytest.mark.parametrize("can_write_eof", [True, False])
+def test_both_kinds_of_transport_are_closed_in_the_end(can_write_eof):
+    async def run() -> list[str]:
+        pipe = Pipe(can_write_eof=can_write_eof)
+        transport = LingeringTransport(pipe, lambda: True, seconds=0.0)
+        transport.close()
+        transport.close()
+        assert transport.is_lingering
+        assert transport.is_closing()
+        assert not pipe.is_closing()
+        for _ in range(1000):
+            if pipe.is_closing():
+                break
+            await asyncio.sleep(0.001)
+        return pipe.calls
+
+    half = ["write_eof"] if can_write_eof else []
+    assert asyncio.run(run()) == [*half, "resume_reading", "close"]
+
+
+class Hall:
+    """A gate with a clock of its own; connections are named "address/number"."""
+
+    def __init__(self, **limits: int):
+        self.now = 0.0
+        self.gate = Gate(**limits, grace_seconds=1.0, clock=lambda: self.now)
+        self.closed: list[str] = []
+        self.slots: dict[str, object] = {}
+
+    def enter(self, *names: str) -> None:
+        for name in names:
+            close = lambda name=name: self.closed.append(name)
+            self.slots[name] = self.gate.enter(name.partition("/")[0], close)
+
+    def serve(self, name: str) -> None:
+        """A request and its answer."""
+        self.gate.set_idle(self.slots[name], False)
+        self.gate.set_idle(self.slots[name], True)
+
+
+def test_a_burst_replaces_its_own_young_connections():
+    hall = Hall(most=3, most_per_address=3)
+    hall.enter("probe/1", "burst/1", "burst/2", "burst/3", "burst/4")
+    assert hall.closed == ["burst/1", "burst/2"]
+
+
+def test_a_burst_does_not_replace_a_young_connection_in_a_reserved_place():
+    hall = Hall(most=1, most_per_address=1, reserve=2)
+    hall.enter("busy/1")
+    hall.gate.set_idle(hall.slots["busy/1"], False)
+    hall.enter("probe/1", "burst/1", "burst/2", "burst/3")
+    assert hall.closed == ["burst/1", "burst/2"]
+    assert hall.slots["probe/1"].is_reserved
+
+
+def test_an_older_connection_is_replaced_before_a_young_one():
+    hall = Hall(most=3, most_per_address=3)
+    hall.enter("silent/1")
+    hall.now = 0.5
+    hall.enter("kept/1")
+    hall.serve("kept/1")
+    hall.now = 1.6
+    hall.enter("burst/1", "burst/2", "burst/3", "burst/4")
+    assert hall.closed == ["silent/1", "kept/1", "burst/1"]
+
+
+def test_an_answered_connection_is_replaced_before_a_young_one_of_another_address():
+    hall = Hall(most=2, most_per_address=2)
+    hall.enter("probe/1")
+    hall.now = 0.1
+    hall.enter("kept/1")
+    hall.serve("kept/1")
+    hall.enter("new/1")
+    assert hall.closed == ["kept/1"]
+
+
+def test_silent_connections_are_spared_for_the_grace_only():
+    hall = Hall(most=2, most_per_address=2)
+    hall.enter("first/1")
+    hall.now = 0.5
+    hall.enter("second/1")
+    hall.now = 1.2
+    hall.enter("second/2")
+    assert hall.closed == ["first/1"]
+
+
+def test_young_connections_do_not_exceed_the_limit_of_their_address():
+    hall = Hall(most=9, most_per_address=2)
+    hall.enter("other/1", "burst/1", "burst/2", "burst/3", "burst/4")
+    assert hall.closed == ["burst/1", "burst/2"]
+    assert hall.gate.num_open == 3
+
+
+@pytest.mark.parametrize("most_per_address", [4, 2])
+def test_a_probe_is_answered_in_a_burst_of_connections(server, most_per_address):
+    """All wait in the listening socket's queue, so that one turn of the event loop accepts them."""
+    gate = Gate(most=4, most_per_address=most_per_address, reserve=1, grace_seconds=LIMIT)
+    is_held, released = threading.Event(), threading.Event()
+
+    def hold():
+        is_held.set()
+        assert released.wait(LIMIT)
+
+    with server.another_http(gate=gate) as address, contextlib.ExitStack() as stack:
+        holding = threading.Thread(target=server.call, args=(hold,))
+        holding.start()
+        try:
+            assert is_held.wait(LIMIT)
+            probe = stack.enter_context(connect(address, "127.0.0.2"))
+            burst = [stack.enter_context(connect(address, "127.0.0.3")) for _ in range(30)]
+        finally:
+            released.set()
+            holding.join(LIMIT)
+        for one in burst[:20]:
+            assert read_all(one) == b""  # closed, so all of them were accepted
+        probe.sendall(GET + b"\r\n")
+        assert probe.recv(15, socket.MSG_WAITALL) == b"HTTP/1.1 200 OK"
+
+
+def test_a_body_that_never_comes_whole_ends_in_a_status(server, monkeypatch):
+    monkeypatch.setattr(body, "_SECONDS", 0.2)
+    with connect(server.http_address) as connection:
+        connection.sendall(POST + b"Content-Length: 100\r\n\r\n{")
+        assert read_all(connection).startswith(b"HTTP/1.1 504 ")
+
+
+def test_clients_that_leave_before_their_request_is_complete(server, caplog):
+    for part in (b"POST /v1/comp", POST, POST + b"Content-Length: 100\r\n\r\n{"):
+        with connect(server.http_address) as connection:
+            connection.sendall(part)
+    assert status(server.http_address).status_code == 200
+    server.call(lambda: None)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_bytes_that_are_not_http_are_refused(server):
+    with connect(server.http_address) as connection:
+        connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")  # a TLS client at a port without TLS
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_requests_of_one_connection_are_answered_in_order(server):
+    bodies = [json.dumps(dict(prompt="a", max_tokens=n, ignore_eos=True)).encode() for n in (9, 3)]
+    with connect(server.http_address) as connection:
+        for one in bodies:
+            connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(one) + one)
+        connection.sendall(GET + b"Connection: close\r\n\r\n")
+        answers = read_all(connection).split(b"HTTP/1.1 200 OK")[1:]
+    counts = [json.loads(one.partition(b"\r\n\r\n")[2]) for one in answers]
+    assert [one["usage"]["completion_tokens"] for one in counts[:2]] == [9, 3]
+    assert counts[2] == {"status": "serving"}

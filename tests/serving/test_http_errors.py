@@ -14,14 +14,14 @@ from tests.waiting import LIMIT, eventually
 
 LONG = dict(prompt="a", max_tokens=90, ignore_eos=True, temperature=0)
 HELLO = [{"role": "user", "content": "a"}]
+TALK = dict(messages=HELLO)
 BOUND = 50_000  # bytes of a body
 
 
 @pytest.fixture(scope="module")
 def live(make_engine):
-    server = LiveServer(make_engine(), http=True, max_message_bytes=BOUND)
-    yield server
-    server.close()
+    with LiveServer(make_engine(), http=True, max_message_bytes=BOUND) as server:
+        yield server
 
 
 def refusal(response: httpx.Response, status: int = 400) -> dict:
@@ -35,39 +35,20 @@ def refusal(response: httpx.Response, status: int = 400) -> dict:
 
 SAMPLING = {
     "temperature": [-1, 101, "hot", True],
-    "top_p": [0, 1.5, []],
-    "top_k": [-2, 1.5, 2**31, False],
-    "min_p": [2, "x"],
+    "top_p": [0, []],
     "seed": [-2, 2**63, 0.5],
     "n": [0, 17, "2", 10**400],
     "stop": [[""], 5, [5], ["x"] * 17, {}],
     "stop_token_ids": [5, ["a"], [True], list(range(257))],
-    "num_speculative_tokens": [4, -1, "all"],
     "priority": [2**31, "high", True, 0.5],
-    "ignore_eos": [1, "yes"],
     "stream": ["true", 1],
-    "return_token_ids": [1],
     "model": [5],
     "request_id": ["x" * 257, "a\nb", "ä", 5],
-    "frequency_penalty": [2.1, "none", False],
-    "presence_penalty": [-3],
-    "repetition_penalty": [0, -1, 101, True],
-    "logit_bias": [
-        5,
-        {"x": 1},
-        {"5": 101},
-        {"5": "1"},
-        {"5": True},
-        {"128": 1},
-        {"-1": 1},
-        {"5": 1, "05": 2},
-    ],
+    "logit_bias": [5, {"x": 1}, {"5": "1"}, {"5": True}, {"128": 1}, {"5": 1, "05": 2}],
     "allowed_token_ids": [[], [128], [-1], ["a"], 5],
     "best_of": [2],
-    "min_tokens": [-1, 10**6, 1.5, True],
     "bad_words": [[""], 5, ["xyz"], [5], ["\ud800"]],
     "response_format": ["json"],
-    "structured_outputs": ["json"],
     "guided_regex": ["a"],
     "prompt_logprobs": [1],
     "skip_special_tokens": [0, "no"],
@@ -86,48 +67,30 @@ COMPLETION = SAMPLING | {
     "echo": [1, "yes"],
     "suffix": ["x"],
 }
-CHAT = SAMPLING | {
+ASSISTANT = {"role": "assistant"}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+CHAT = {
     "messages": [[], 5, "hi"],
-    "messages[0]": [[5], [[]]],
     "messages[0].role": [[{"content": "a"}], [{"role": 5, "content": "a"}]],
     "messages[0].content": [[{"role": "user"}], [{"role": "user", "content": 5}]],
-    "messages[1].content[0].type": [
-        [*HELLO, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    ],
+    "messages[1].content[0].type": [[*HELLO, {"role": "user", "content": [IMAGE]}]],
     "messages[0].content[0].text": [[{"role": "user", "content": [{"type": "text"}]}]],
-    "messages[0].tool_calls[0].id": [[{"role": "assistant", "tool_calls": [{"type": "function"}]}]],
-    "messages[0].tool_calls[0].type": [
-        [{"role": "assistant", "tool_calls": [{"id": "a", "type": "custom"}]}]
-    ],
+    "messages[0].tool_calls[0].id": [[ASSISTANT | {"tool_calls": [{"type": "function"}]}]],
     "messages[0].tool_calls[1].function.arguments": [
-        [{"role": "assistant", "tool_calls": [a_call("{}"), a_call(wrong)]}]
+        [ASSISTANT | {"tool_calls": [a_call("{}"), a_call(wrong)]}]
         for wrong in ("[]", "{", "5", '{"a": 1, "a": 2}', 5)
     ],
     "max_tokens": [0, "5"],
-    "max_completion_tokens": [0, 2.5],
     "logprobs": [5, "yes"],
     "top_logprobs": [4, -1, "x"],
     "tools": [5, [A_TOOL], [A_TOOL, A_TOOL], [5] * 129],
     "tools[0].type": [[{"function": {"name": "f"}}], [A_TOOL | {"type": "code_interpreter"}]],
-    "tools[0].function": [[{"type": "function"}]],
-    "tools[0]": [[{"type": "function", "function": {"name": "a b"}}]],
-    "tools[0].function.strict": [[{"type": "function", "function": {"name": "f", "strict": 5}}]],
-    "tools[0].function.parameters": [
-        [{"type": "function", "function": {"name": "f", "parameters": 5}}]
-    ],
+    "tools[0]": [[A_TOOL | {"function": {"name": "a b"}}]],
+    "tools[0].function.parameters": [[A_TOOL | {"function": {"name": "f", "parameters": 5}}]],
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}, 5],
-    "parallel_tool_calls": ["no"],
-    "reasoning_effort": [5],
     "chat_template_kwargs": [5],
+    "temperature": [-1],
 }
-
-
-def cases(table: dict) -> list[tuple[str, object]]:
-    return [(field, value) for field, values in table.items() for value in values]
-
-
-def as_text(value: object) -> str:
-    return json.dumps(value)[:40] if not isinstance(value, str) else repr(value[:40])
 
 
 def post_ascii(http, path: str, body: dict):
@@ -135,53 +98,24 @@ def post_ascii(http, path: str, body: dict):
     return http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
 
 
-@pytest.mark.sampled(14)
-@pytest.mark.parametrize(("field", "value"), cases(COMPLETION), ids=as_text)
-def test_completions_name_the_invalid_field(server, http, field, value):
-    body = dict(prompt="a") | {field: value}
-    if field == "n":
-        body["temperature"] = 1
-    for stream in (False, True):
-        if field == "stream":
-            stream = value
-        error = refusal(post_ascii(http, "/v1/completions", body | dict(stream=stream)))
+@pytest.mark.parametrize("field", COMPLETION)
+def test_completions_name_the_invalid_field(server, http, field):
+    for place, value in enumerate(COMPLETION[field]):
+        body = {"prompt": "a", "stream": place % 2 == 0, field: value}
+        if field == "n":
+            body["temperature"] = 1
+        error = refusal(post_ascii(http, "/v1/completions", body))
         assert (error["param"], error["type"]) == (field, "invalid_request_error")
         assert f"{field}: " in error["message"]
 
 
-@pytest.mark.sampled(24)
-@pytest.mark.parametrize(("field", "value"), cases(CHAT), ids=as_text)
-def test_chats_name_the_invalid_field(server, http, field, value):
-    body = dict(messages=HELLO, logprobs=True) | {field.partition("[")[0]: value}
-    error = refusal(post_ascii(http, "/v1/chat/completions", body))
-    assert error["param"] == field
-    assert error["message"].startswith(f"{field}: ")
-
-
-def test_values_without_effect_are_accepted(server, http):
-    nothing = dict(
-        user="me",
-        metadata={"a": "b"},
-        frequency_penalty=0,
-        presence_penalty=0.0,
-        best_of=1,
-        repetition_penalty=1.0,
-        logit_bias={},
-        min_tokens=0,
-        store=False,
-        stop=None,
-        seed=None,
-        response_format={"type": "text"},
-        stream_options=None,
-        nonsense=None,
-        top_k=-1,
-    )
-    completion = nothing | dict(prompt="a", max_tokens=3, echo=False, suffix="", logprobs=None)
-    assert http.post("/v1/completions", json=completion).status_code == 200
-    answered = {"role": "assistant", "content": None, "refusal": None, "tool_calls": []}
-    chat = nothing | dict(messages=[*HELLO, answered], max_tokens=3, tools=[], tool_choice="none")
-    chat |= dict(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
-    assert http.post("/v1/chat/completions", json=chat).status_code == 200
+@pytest.mark.parametrize("field", CHAT)
+def test_chats_name_the_invalid_field(server, http, field):
+    for value in CHAT[field]:
+        body = dict(messages=HELLO, logprobs=True) | {field.partition("[")[0]: value}
+        error = refusal(post_ascii(http, "/v1/chat/completions", body))
+        assert error["param"] == field
+        assert error["message"].startswith(f"{field}: ")
 
 
 def test_arguments_of_transformers_are_not_template_variables(server, http):
@@ -203,23 +137,15 @@ def test_contradictory_fields_are_refused(server, http):
         assert wrong["param"] == "prompt"
         rule = f"{what} are more than the 16 sequences that a request may have (--max-n)"
         assert wrong["message"] == f"prompt: {rule}"
-    wrong = post("/v1/chat/completions", messages=HELLO, top_logprobs=2)
-    assert wrong["param"] == "top_logprobs"
-    wrong = post("/v1/chat/completions", messages=HELLO, max_tokens=2, max_completion_tokens=3)
-    assert wrong["param"] == "max_tokens"
+    chat = lambda **body: post("/v1/chat/completions", **body)["param"]
+    assert chat(messages=HELLO, top_logprobs=2) == "top_logprobs"
+    assert chat(messages=HELLO, max_tokens=2, max_completion_tokens=3) == "max_tokens"
+    assert chat() == "messages"
     assert post("/v1/completions")["param"] == "prompt"
-    assert post("/v1/chat/completions")["param"] == "messages"
 
 
 BODIES = [
-    b"",
-    b"{",
-    b"[]",
-    b"5",
-    b'"x"',
-    b"\xff\xfe",
-    b'{"prompt": NaN}',
-    b"[" * 20000,
+    *(b"", b"{", b"[]", b"5", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', b"[" * 20000),
     b'{"prompt": "a", "temperature": Infinity}',
     b'{"prompt": [' + b"1" * 5000 + b"]}",
 ]
@@ -262,10 +188,7 @@ def test_encoded_bodies_are_refused_by_the_header(server, http):
 
 
 def test_other_models_are_not_found(server, http):
-    for path, body in (
-        ("completions", dict(prompt="a")),
-        ("chat/completions", dict(messages=HELLO)),
-    ):
+    for path, body in (("completions", dict(prompt="a")), ("chat/completions", TALK)):
         error = refusal(http.post(f"/v1/{path}", json=body | dict(model="gpt-5")), 404)
         assert (error["param"], error["code"]) == ("model", "model_not_found")
         several = body | dict(model="gpt-5", temperature="hot", tempratur=1)
@@ -281,16 +204,6 @@ def test_unknown_paths_and_methods(server, http):
     refusal(http.get("/v1/completions"), 405)
     refusal(http.post("/metrics"), 405)
     assert set(http.get("/version").json()) == {"version"}
-
-
-def test_ids_of_running_requests_are_unique(server, http):
-    body = LONG | dict(stream=True)
-    headers = {"x-request-id": "twice"}
-    with http.stream("POST", "/v1/completions", json=body, headers=headers) as first:
-        assert first.status_code == 200
-        error = refusal(http.post("/v1/completions", json=LONG, headers=headers), 409)
-        assert error["code"] == "already_exists"
-        first.read()
 
 
 @pytest.mark.sampled(1)
@@ -344,14 +257,9 @@ def test_the_servers_time_limit_is_a_504_and_an_event(make_engine):
         pace.release(1)
         server.check_empty()
         pace.release(2)
-        with openai.OpenAI(base_url=f"http://{server.http_address}/v1", api_key="x") as client:
-            stream = client.completions.create(
-                model="tiny",
-                prompt="a",
-                max_tokens=90,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
+        with server.openai() as client:
+            options = dict(model="tiny", max_tokens=90, extra_body={"ignore_eos": True})
+            stream = client.completions.create(prompt="a", stream=True, **options)
             with pytest.raises(openai.APIError, match="time was up"):
                 list(stream)
     server.check_empty()
@@ -365,7 +273,7 @@ def test_a_dead_engine_is_reported(make_engine):
         raise RuntimeError("out of luck")
 
     server.engine.programs.round = die
-    with httpx.Client(base_url=f"http://{server.http_address}", timeout=LIMIT) as http:
+    with server.client() as http:
         assert http.get("/ready").json() == {"status": "serving"}
         assert "RuntimeError" in refusal(http.post("/v1/completions", json=LONG), 500)["message"]
         refused = http.post("/v1/completions", json=LONG | dict(stream=True))
@@ -391,8 +299,10 @@ def test_an_unexpected_exception_is_a_500_without_details(make_engine, monkeypat
 
 
 def test_without_a_tokenizer_tokens_go_in_and_out(make_engine):
-    server = LiveServer(make_engine(with_tokenizer=False), http=True)
-    with httpx.Client(base_url=f"http://{server.http_address}", timeout=LIMIT) as http:
+    with (
+        LiveServer(make_engine(with_tokenizer=False), http=True) as server,
+        server.client() as http,
+    ):
         body = LONG | dict(prompt=[5, 6], max_tokens=8, return_token_ids=True, logprobs=1)
         choice = http.post("/v1/completions", json=body).json()["choices"][0]
         assert (len(choice["token_ids"]), choice["text"]) == (8, "")
@@ -403,4 +313,3 @@ def test_without_a_tokenizer_tokens_go_in_and_out(make_engine):
         assert "tokenizer" in refusal(chat)["message"]
         stop = http.post("/v1/completions", json=body | dict(stop="x"))
         assert refusal(stop)["param"] == "stop"
-    server.close()

@@ -1,6 +1,4 @@
-"""The socket between the processes of a server: whole messages, and a reader that stalls never
-holds the engine.
-"""
+"""The socket between a server's processes: a reader that stalls never holds the engine."""
 
 import itertools
 import random

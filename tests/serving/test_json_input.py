@@ -1,6 +1,4 @@
-"""Clients' JSON: the size is limited before parsing, the result is that of json.loads, keys are
-unique.
-"""
+"""Clients' JSON: limited before it is parsed, parsed as by json.loads, with unique keys."""
 
 import json
 import random
@@ -39,17 +37,7 @@ def size_of(value: object) -> Size:
 
 
 TEXTS = (
-    "",
-    "a",
-    '"',
-    "\\",
-    '\\"',
-    '"[{',
-    "}],:",
-    "\\\\",
-    "é\n\t",
-    "\u2028\U0001f600",
-    "\\u005c",
+    *("", "a", '"', "\\", '\\"', '"[{', "}],:", "\\\\", "é\n\t", "\u2028\U0001f600", "\\u005c"),
     "/",
 )
 
@@ -89,12 +77,7 @@ def unparsed(monkeypatch):
 
 
 LARGE = {
-    "values": [
-        b'{"a":[' + b"1," * MAX_VALUES + b"1]}",
-        b'{"a":[' + b"[]," * MAX_VALUES + b"1]}",
-        b'{"a":[' + b'"",' * MAX_VALUES + b"1]}",
-        b"[" + b"1," * MAX_VALUES,
-    ],
+    "values": [b'{"a":[' + one * MAX_VALUES + b"1]}" for one in (b"1,", b"[],", b'"",')],
     "objects": [b'{"messages":[' + b"{}," * OBJECTS + b"{}]}", b"[" + b"{}," * OBJECTS + b"{"],
     "deep": [b'{"a":' * 9, b"[" * 9, b'{"a":' + b"[" * 50_000, b'{"\\"":[[[[[[[["]]]]]]]]'],
 }

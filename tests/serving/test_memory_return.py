@@ -1,7 +1,9 @@
 """Memory goes back to the system after large requests, however many there were."""
 
 import asyncio
+import gc
 import threading
+import tracemalloc
 
 import grpc
 import httpx
@@ -51,10 +53,8 @@ def test_large_requests_of_every_protocol_are_noticed(make_engine, at_once):
     eventually(lambda: trims)
     eventually(lambda: server.frontend.memory._timer is None)
     trims.clear()
-    with grpc.insecure_channel(server.address) as channel:
-        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
-        with pytest.raises(grpc.RpcError, match="characters"):
-            stub.GenerateOnce(pb.GenerateRequest(text=text), timeout=LIMIT)
+    with server.peagle() as stub, pytest.raises(grpc.RpcError, match="characters"):
+        stub.GenerateOnce(pb.GenerateRequest(text=text), timeout=LIMIT)
     eventually(lambda: trims)
     server.close()
 
@@ -68,3 +68,38 @@ def test_the_engine_returns_what_compiling_has_left(make_engine, monkeypatch):
         assert server.frontend.batch_sizes_pending == 0
     finally:
         server.close()
+
+
+MEGABYTES = 2
+CALLS = 12
+
+
+@pytest.fixture
+def counted():
+    """Bytes that Python has allocated, with the garbage collector off."""
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    yield lambda: tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    gc.enable()
+
+
+@pytest.mark.parametrize("method", ["GenerateOnce", "Generate"])
+def test_a_refused_message_is_freed(server: LiveServer, method, counted):
+    request = pb.GenerateRequest(text="a " * (MEGABYTES << 19))
+    with grpc.insecure_channel(server.address) as channel:
+        call = getattr(peagle_v1_pb2_grpc.GenerationStub(channel), method)
+
+        def refuse() -> None:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call(request)) if method == "Generate" else call(request)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+        refuse()  # what the first call makes stays
+        before = counted()
+        for _ in range(CALLS):
+            refuse()
+        server.call(lambda: None)
+        # One call may still be on its way out.
+        assert counted() - before < CALLS * MEGABYTES * 2**20 / 3

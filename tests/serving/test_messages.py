@@ -8,13 +8,8 @@ import pytest
 
 from serving.errors import Code, ServiceError
 from tests.serving.scripted import CALL, PARAMETERS, READ, Scripted
-from tests.waiting import LIMIT
 
-TOOL = {
-    "name": "read",
-    "description": "Reads a file.",
-    "input_schema": PARAMETERS,
-}
+TOOL = {"name": "read", "description": "Reads a file.", "input_schema": PARAMETERS}
 HELLO = [{"role": "user", "content": "Read!"}]
 ASK = dict(model="tiny", max_tokens=300, messages=HELLO)
 
@@ -26,40 +21,19 @@ def scripted(tmp_path_factory):
     server.live.close()
 
 
-@pytest.fixture
-def client(scripted):
-    url = f"http://{scripted.live.http_address}"
-    with anthropic.Anthropic(
-        base_url=url, api_key="secret", max_retries=0, timeout=LIMIT
-    ) as client:
-        yield client
-    scripted.live.check_empty()
-
-
-def test_a_client_runs_a_loop_of_tools(scripted, client):
+def test_a_client_runs_a_loop_of_tools(scripted, claude):
     scripted.say(f"<think>\nLook.\n</think>\n\nI read it.\n\n{CALL}", "It says 1.")
-    first = client.messages.create(**ASK, system="Be brief.", tools=[TOOL])
+    first = claude.messages.create(**ASK, system="Be brief.", tools=[TOOL])
     thought, text, call = first.content
     assert (first.type, first.role, first.model) == ("message", "assistant", "tiny")
     assert (thought.thinking, text.text, first.stop_reason) == ("Look.", "I read it.", "tool_use")
     assert (call.name, call.input) == ("read", READ)
-    result = {
-        "type": "tool_result",
-        "tool_use_id": call.id,
-        "content": [{"type": "text", "text": "1"}],
-    }
-    messages = [
-        *HELLO,
-        {"role": "assistant", "content": [one.model_dump() for one in first.content]},
-        {
-            "role": "user",
-            "content": [
-                result,
-                {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}},
-            ],
-        },
-    ]
-    second = client.messages.create(
+    content = [{"type": "text", "text": "1"}]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": content}
+    go_on = {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}}
+    said = {"role": "assistant", "content": [one.model_dump() for one in first.content]}
+    messages = [*HELLO, said, {"role": "user", "content": [result, go_on]}]
+    second = claude.messages.create(
         **ASK | dict(messages=messages), system="Be brief.", tools=[TOOL]
     )
     assert (second.content[0].text, second.stop_reason) == ("It says 1.", "end_turn")
@@ -77,10 +51,10 @@ def test_a_client_runs_a_loop_of_tools(scripted, client):
     assert usage.output_tokens == len("It says 1.") + 1
 
 
-def test_a_stream_adds_up_to_the_same_message(scripted, client):
+def test_a_stream_adds_up_to_the_same_message(scripted, claude):
     scripted.say(f"<think>Look.</think>Now: {CALL}\n{CALL} done")
-    whole = client.messages.create(**ASK, tools=[TOOL])
-    with scripted.live.unmerged(), client.messages.stream(**ASK, tools=[TOOL]) as stream:
+    whole = claude.messages.create(**ASK, tools=[TOOL])
+    with scripted.live.unmerged(), claude.messages.stream(**ASK, tools=[TOOL]) as stream:
         kinds = [event.type for event in stream]
         added_up = stream.get_final_message()
     assert [kinds[0], kinds[-1]] == ["message_start", "message_stop"]
@@ -98,74 +72,57 @@ def test_a_stream_adds_up_to_the_same_message(scripted, client):
     assert added_up.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_one_call_where_parallel_ones_are_disabled_and_none_where_none_is_chosen(scripted, client):
+def test_one_call_where_parallel_ones_are_disabled_and_none_where_none_is_chosen(scripted, claude):
     scripted.say(CALL + CALL)
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    answer = client.messages.create(**ASK, tools=[TOOL], tool_choice=choice)
+    answer = claude.messages.create(**ASK, tools=[TOOL], tool_choice=choice)
     assert [one.type for one in answer.content] == ["tool_use"]
-    answer = client.messages.create(**ASK, tools=[TOOL], tool_choice={"type": "none"})
+    answer = claude.messages.create(**ASK, tools=[TOOL], tool_choice={"type": "none"})
     assert [(one.type, one.text) for one in answer.content] == [("text", CALL + CALL)]
 
 
-def test_the_reasons_to_stop(scripted, client):
+def test_the_reasons_to_stop(scripted, claude):
     scripted.say("Hello you")
-    stopped = client.messages.create(**ASK, stop_sequences=["you"])
+    stopped = claude.messages.create(**ASK, stop_sequences=["you"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "you")
     assert stopped.content[0].text == "Hello "
-    cut = client.messages.create(**ASK | dict(max_tokens=3))
+    cut = claude.messages.create(**ASK | dict(max_tokens=3))
     assert (cut.stop_reason, cut.content[0].text) == ("max_tokens", "Hel")
 
 
-def test_tokens_are_counted_without_a_request(scripted, client):
+def test_tokens_are_counted_without_a_request(scripted, claude):
     scripted.say("Hi")
-    count = client.messages.count_tokens(model="tiny", messages=HELLO, tools=[TOOL]).input_tokens
+    count = claude.messages.count_tokens(model="tiny", messages=HELLO, tools=[TOOL]).input_tokens
     assert scripted.prompts == []
-    client.messages.create(**ASK, tools=[TOOL])
+    claude.messages.create(**ASK, tools=[TOOL])
     assert count == len(scripted.script.requests[0].prompt)
 
 
-def test_thinking_is_a_variable_of_the_template(scripted, client):
+def test_thinking_is_a_variable_of_the_template(scripted, claude):
     scripted.say("Hi")
-    client.messages.create(**ASK, thinking={"type": "disabled"})
+    claude.messages.create(**ASK, thinking={"type": "disabled"})
     assert scripted.prompts[-1].endswith("<|assistant|><no think>")
 
 
+said = lambda *content: {"messages": [{"role": "user", "content": [*content]}]}
+CALLED = {"type": "tool_use", "id": "a", "name": "b"}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document"}]}
+formatted = lambda **fields: {"output_config": {"format": fields}}
 WRONG = {
     "max_tokens": {"max_tokens": None},
-    "messages": {"messages": []},
     "messages[0].role": {"messages": [{"role": "tool", "content": "a"}]},
-    "messages[0].content[0].type": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-    "messages[1].content[0].type": {
-        "messages": [*HELLO, {"role": "user", "content": [{"type": "tool_use"}]}]
-    },
-    "messages[0].content[0].text": {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-    "messages[0].content[0].input": {
-        "messages": [
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}
-        ]
-    },
-    "messages[0].content[0].content[0].type": {
-        "messages": [
-            {
-                "role": "user",
-                "content": [
-                    {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document"}]}
-                ],
-            }
-        ]
-    },
-    "stop_sequences": {"stop_sequences": [""]},
+    "messages[0].content[0].type": said({"type": "image"}),
+    "messages[1].content[0].type": {"messages": [*HELLO, *said({"type": "tool_use"})["messages"]]},
+    "messages[0].content[0].text": said({"type": "text"}),
+    "messages[0].content[0].input": {"messages": [{"role": "assistant", "content": [CALLED]}]},
+    "messages[0].content[0].content[0].type": said(RESULT),
     "temperature": {"temperature": -1},
     "tools[0].type": {"tools": [{"type": "computer_20250124", "name": "computer"}]},
-    "tool_choice.type": {"tools": [TOOL], "tool_choice": {"type": "all"}},
     "tool_choice": {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}},
     "container": {"container": "x"},
-    "output_config.format.type": {"output_config": {"format": {"type": "xml"}}},
-    "output_config.format": {"output_config": {"format": {"type": "json_schema"}}},
+    "output_config.format.type": formatted(type="xml"),
     "tools[0]": {"tools": [TOOL | {"name": "a b"}]},
-    "output_config.format.schema": {
-        "output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}
-    },
+    "output_config.format.schema": formatted(type="json_schema", schema={"not": {}}),
 }
 
 
@@ -182,11 +139,11 @@ def test_mistakes_are_refused_by_field_in_anthropics_form(scripted, field):
     assert error["error"]["message"].startswith(f"{field}: ")
 
 
-def test_errors_have_anthropics_types(scripted, client):
+def test_errors_have_anthropics_types(scripted, claude):
     with pytest.raises(anthropic.NotFoundError):
-        client.messages.create(**ASK | dict(model="other"))
+        claude.messages.create(**ASK | dict(model="other"))
     with pytest.raises(anthropic.AuthenticationError):
-        client.with_options(api_key="wrong").messages.create(**ASK)
+        claude.with_options(api_key="wrong").messages.create(**ASK)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +165,7 @@ def test_routes_that_are_not_there_are_refused_in_anthropics_form(
     assert path in body["error"]["message"]
 
 
-def test_an_error_ends_a_stream_as_an_event(scripted, client):
+def test_an_error_ends_a_stream_as_an_event(scripted, claude):
     scripted.say("Hi")
     live = scripted.live
 
@@ -218,7 +175,7 @@ def test_an_error_ends_a_stream_as_an_event(scripted, client):
 
     with live.paced() as pace:
         pace.release(2)
-        with client.messages.stream(**ASK) as stream:
+        with claude.messages.stream(**ASK) as stream:
             iterator = iter(stream)
             assert next(iterator).type == "message_start"
             live.call(fail)

@@ -1,11 +1,13 @@
 """Prometheus metrics as scrapers see them: vLLM's names, and values that move as requests run."""
 
+import random
 import re
 import threading
 from types import SimpleNamespace
 
 import grpc
 import httpx
+import prometheus_client
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,35 +17,31 @@ from peagle_jax.engine.device import memory
 from peagle_jax.engine.host import k_by_load
 from peagle_jax.engine.host.round_times import RoundTimes
 from serving.messages import Load, Tokens
-from serving.metrics import Metrics
+from serving.metrics import Histogram, Metrics
 from serving.protos import peagle_v1_pb2 as pb
-from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT, eventually
 
 LABELS = {"model_name": "tiny", "engine": "0"}
 BODY = dict(prompt="hello there", max_tokens=20, temperature=0, ignore_eos=True)
 
-COUNTERS = {
-    "vllm:spec_decode_num_drafts": (),
-    "vllm:spec_decode_num_draft_tokens": (),
-    "vllm:spec_decode_num_accepted_tokens": (),
+COUNTERS = dict.fromkeys(
+    (
+        *("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens"),
+        *("vllm:spec_decode_num_accepted_tokens", "vllm:prefix_cache_queries"),
+        *("vllm:prefix_cache_hits", "vllm:prompt_tokens", "vllm:prompt_tokens_cached"),
+        *("vllm:generation_tokens", "vllm:num_preemptions", "peagle:rounds"),
+        *("peagle:spec_decode_num_emitted_tokens", "peagle:requests_not_finite"),
+        *("peagle:num_speculative_tokens_changes", "peagle:prefix_cache_restored_rings"),
+    ),
+    (),
+)
+COUNTERS |= {
     "vllm:spec_decode_num_accepted_tokens_per_pos": ("position",),
     "peagle:spec_decode_num_draft_tokens_per_pos": ("position",),
-    "vllm:prefix_cache_queries": (),
-    "vllm:prefix_cache_hits": (),
-    "vllm:prompt_tokens": (),
-    "vllm:prompt_tokens_cached": (),
-    "vllm:generation_tokens": (),
     "vllm:request_success": ("finished_reason",),
-    "vllm:num_preemptions": (),
     "vllm:admission_rejections": ("reason",),
     "peagle:requests": ("protocol", "code"),
-    "peagle:rounds": (),
-    "peagle:spec_decode_num_emitted_tokens": (),
-    "peagle:requests_not_finite": (),
-    "peagle:num_speculative_tokens_changes": (),
-    "peagle:prefix_cache_restored_rings": (),
 }
 GAUGES = {
     "vllm:num_requests_running": (),
@@ -59,24 +57,16 @@ GAUGES = {
     "peagle:num_speculative_tokens": ("batch_size",),
     "peagle:predicted_tokens_per_second": (),
 }
-HISTOGRAMS = (
-    "vllm:time_to_first_token_seconds",
-    "vllm:inter_token_latency_seconds",
-    "vllm:request_time_per_output_token_seconds",
-    "vllm:e2e_request_latency_seconds",
-    "vllm:request_queue_time_seconds",
-    "vllm:request_prefill_time_seconds",
-    "vllm:request_decode_time_seconds",
-    "vllm:request_inference_time_seconds",
-    "vllm:iteration_tokens_total",
+SECONDS = (
+    *("time_to_first_token", "inter_token_latency", "request_time_per_output_token"),
+    *("e2e_request_latency", "request_queue_time", "request_prefill_time"),
+    *("request_decode_time", "request_inference_time"),
 )
+HISTOGRAMS = (*(f"vllm:{name}_seconds" for name in SECONDS), "vllm:iteration_tokens_total")
 
 
 def post(server: LiveServer, **changes) -> dict:
-    answer = httpx.post(
-        f"http://{server.http_address}/v1/completions", json=BODY | changes, timeout=LIMIT
-    )
-    return answer.json()
+    return server.post("/v1/completions", **BODY | changes).json()
 
 
 def scrape(server: LiveServer) -> dict[str, float]:
@@ -136,8 +126,7 @@ def test_metrics_and_stats_say_what_was_chosen_at_run_time(make_engine, monkeypa
     found = scrape(server)
     assert found["peagle:num_speculative_tokens{1}"] == 3
     assert found["peagle:num_speculative_tokens_changes_total"] == 0
-    with grpc.insecure_channel(server.address) as channel:
-        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+    with server.peagle() as stub:
         stats = lambda: stub.GetStats(pb.GetStatsRequest(), timeout=LIMIT)
         eventually(lambda: not stats().batch_sizes_pending, "all programs are compiled")
         for _ in range(3):
@@ -150,29 +139,6 @@ def test_metrics_and_stats_say_what_was_chosen_at_run_time(make_engine, monkeypa
     assert found["peagle:num_speculative_tokens_changes_total"] == 1
     assert found["peagle:predicted_tokens_per_second"] == pytest.approx(1000)
     server.close()
-
-
-def test_lines_are_as_load_tools_search_them(server):
-    """They match the text: names that begin with vllm:spec_decode and end in _total."""
-    post(server)
-    text = httpx.get(f"http://{server.http_address}/metrics").text
-    lines = [line for line in text.splitlines() if line.startswith("vllm:spec_decode")]
-    values = {}
-    for line in lines:
-        name, labels, value = re.fullmatch(r"([a-z_:]+)\{(.*)\} ([0-9.e+]+)", line).groups()
-        if name.endswith("_created"):
-            continue
-        assert name.endswith("_total")
-        position = re.search(r'position="([0-9]+)"', labels)
-        values[name + (position[1] if position else "")] = float(value)
-    drafts = values["vllm:spec_decode_num_drafts_total"]
-    per_position = [
-        values[f"vllm:spec_decode_num_accepted_tokens_per_pos_total{i}"] for i in range(3)
-    ]
-    assert len(values) == 6
-    assert values["vllm:spec_decode_num_draft_tokens_total"] == 3 * drafts > 0
-    assert values["vllm:spec_decode_num_accepted_tokens_total"] == sum(per_position)
-    assert per_position == sorted(per_position, reverse=True)
 
 
 def test_a_health_check_is_no_request(server):
@@ -267,14 +233,6 @@ def test_sequences_and_requests_are_counted_apart(server):
     assert changes["vllm:generation_tokens_total"] == 60
 
 
-def test_requests_without_drafts_draft_nothing(server):
-    before = scrape(server)
-    post(server, num_speculative_tokens=0)
-    changes = moved(server, before)
-    assert not [name for name in changes if name.startswith("vllm:spec_decode")]
-    assert changes["vllm:generation_tokens_total"] == 20
-
-
 def test_stops_and_refusals_are_counted_by_reason(server):
     before = scrape(server)
     token = post(server, return_token_ids=True)["choices"][0]["token_ids"][3]
@@ -326,3 +284,30 @@ def test_a_full_queue_counts_as_rejection(make_engine):
     post(server)
     assert moved(server, before)["vllm:admission_rejections_total{unavailable}"] == 1
     server.close()
+
+
+def text_of(registry: prometheus_client.CollectorRegistry) -> list[str]:
+    text = prometheus_client.generate_latest(registry).decode()
+    return [line for line in text.splitlines() if "_created{" not in line]
+
+
+def test_a_scrape_equals_that_of_prometheus_own_histogram():
+    """Values on a bound, below the first and above the last one; several at once count as often."""
+    buckets, labels = (0.0005, 0.001, 0.25, 1.0, 1024), {"model_name": "a", "engine": "0"}
+    theirs, ours = prometheus_client.CollectorRegistry(), prometheus_client.CollectorRegistry()
+    name, text = "vllm:tokens_total", "A text."
+    reference = prometheus_client.Histogram(
+        name, text, tuple(labels), buckets=buckets, registry=theirs
+    ).labels(**labels)
+    mine = Histogram(name, text, labels, buckets)
+    ours.register(mine)
+    assert text_of(ours) == text_of(theirs)
+    rng = random.Random(0)
+    for value in (*buckets, 0.0, 2000.0, *(rng.choice(buckets) * 2**-3 for _ in range(20))):
+        reference.observe(value)
+        mine.observe(value)
+    for _ in range(4):
+        reference.observe(0.5)
+    mine.observe(0.5, 4)
+    assert text_of(ours) == text_of(theirs)
+    assert b"vllm:tokens_total_created{" in prometheus_client.generate_latest(ours)

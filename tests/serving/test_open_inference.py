@@ -169,25 +169,6 @@ def test_requests_of_a_stream_are_distinguished_by_id(server, client):
                 assert (len(results) > 1) == (number % 2 == 0)
 
 
-def test_an_error_in_a_stream_ends_its_request_only(server, client):
-    with Talk(server) as talk:
-        talk.ask(inputs(LONG, stream=True), request_id="good")
-        talk.ask(inputs(dict(max_tokens=0), stream=True), request_id="bad")
-        errors, text, is_final = [], "", False
-        while not (is_final and errors):
-            result, error = talk.answers.get(timeout=LIMIT)
-            if error is not None:
-                errors.append(error.message())
-            else:
-                assert result.get_response().id == "good"
-                text += texts(result)[0]
-                is_final = parameter(result, "triton_final_response")
-        talk.ask(inputs(LONG), request_id="later")
-        assert texts(talk.results(1)["later"][0]) == [text]
-    (message,) = errors
-    assert message.startswith("INVALID_ARGUMENT: sampling_parameters.max_tokens: ")
-
-
 def test_an_error_in_a_stream_names_its_request(server, stub):
     request = service_pb2.ModelInferRequest(model_name="other", id="7")
     (answer,) = stub.ModelStreamInfer(iter([request]))
@@ -251,29 +232,16 @@ def test_deadlines_of_calls_and_of_requests_are_kept(server, client, pace, optio
 
 WRONG = {
     "inputs['text_input']: is missing": [tensor("sampling_parameters", "{}")],
-    "inputs['text_input']: is empty": inputs(text=""),
     "inputs['text_input']: is given twice": [*inputs(), tensor("text_input", "a")],
     "inputs['text_input']: is of type 'BOOL'": [tensor("text_input", True)],
     "inputs['stream']: true is for ModelStreamInfer": inputs(LONG, stream=True),
-    "inputs['exclude_input_in_output']: the output never": inputs(
-        LONG, exclude_input_in_output=False
-    ),
+    "inputs['exclude_input_in_output']: the output": inputs(LONG, exclude_input_in_output=False),
     "inputs['image']: is not an input of this model; it has text_input": inputs(LONG, image="a"),
     "sampling_parameters: is not valid JSON": [*inputs(), tensor("sampling_parameters", "{")],
-    "sampling_parameters: must be a JSON object": inputs([1]),
     "sampling_parameters.colour: is not known; there are max_tokens": inputs(dict(colour=1)),
-    "sampling_parameters.temperature: ": inputs(dict(temperature=-1)),
-    "sampling_parameters.top_p: 'x' must be a number": inputs(dict(top_p="x")),
     "sampling_parameters.max_tokens: 1.5 must be a whole": inputs(dict(max_tokens=1.5)),
-    "sampling_parameters.max_tokens: True must be a whole": inputs(dict(max_tokens=True)),
-    "sampling_parameters.seed: 1": inputs(dict(seed=10**30)),
     "sampling_parameters.ignore_eos: must be true or false": inputs(dict(ignore_eos="yes")),
     "sampling_parameters.stop: [1] must be a string or a list": inputs(dict(stop=[1])),
-    "sampling_parameters.stop_token_ids: 5 must be a list": inputs(dict(stop_token_ids=5)),
-    "sampling_parameters.n: 17 must lie": inputs(dict(n=17)),
-    "sampling_parameters.num_speculative_tokens: 4 is": inputs(dict(num_speculative_tokens=4)),
-    "sampling_parameters.presence_penalty: ": inputs(dict(presence_penalty="2.5")),
-    "sampling_parameters.logit_bias: ": inputs(dict(logit_bias={"5": 101})),
     "sampling_parameters.logprobs: ": inputs(dict(logprobs=1)),
 }
 
@@ -293,8 +261,6 @@ def test_wrong_and_unsupported_fields_are_named(server, client, message):
 OPTIONS = {
     "parameters['colour']": dict(parameters={"colour": "red"}),
     "parameters['priority']": dict(priority=2**31),
-    "parameters['sequence_id']": dict(sequence_id=5),
-    "outputs['tokens']": dict(outputs=[InferRequestedOutput("tokens")]),
     "outputs['text_output']": dict(outputs=[InferRequestedOutput("text_output", class_count=1)]),
     "id": dict(request_id="x" * 257),
     "id: must be printable ASCII": dict(request_id="a\nb"),
@@ -355,21 +321,6 @@ def test_requests_have_a_priority(server, client, pace):
     assert errors.get(timeout=LIMIT) is None
 
 
-def test_options_without_effect_are_accepted(server, client):
-    neutral = dict(
-        presence_penalty=0.0,
-        repetition_penalty="1.0",
-        logit_bias={},
-        logprobs=None,
-        top_p=None,
-        use_beam_search=False,
-        include_stop_str_in_output="false",
-        min_tokens=0,
-    )
-    result = client.infer("tiny", inputs(LONG | neutral), priority=0, timeout=60_000_000)
-    assert texts(result) == texts(client.infer("tiny", inputs(LONG)))
-
-
 def test_raw_contents_must_be_sound(server, stub):
     def asks(*raw: bytes, contents: bool = False) -> str:
         request = service_pb2.ModelInferRequest(model_name="tiny", raw_input_contents=raw)
@@ -415,3 +366,44 @@ def test_metadata_of_server_and_model(server, client):
 
 def test_a_stream_without_requests_ends(server, stub):
     assert list(stub.ModelStreamInfer(iter([]), timeout=30)) == []
+
+
+def test_a_message_that_is_refused_ends_itself_only(server, live):
+    """No message, and one with too many fields: the stream goes on around them."""
+    good = typed_request(text_input=PROMPT, sampling_parameters=json.dumps(LONG), stream=True)
+    good.id = "good"
+    many = service_pb2.ModelInferRequest(model_name="tiny")
+    for _ in range(100_000):
+        many.inputs.add()
+    sent = [b"\xff\xff", good.SerializeToString(), many.SerializeToString(), b"\x0a\x02\xff\xfe"]
+    with grpc.insecure_channel(live.address) as channel:
+        call = channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+        )
+        answers = list(call(iter([*sent, good.SerializeToString()]), timeout=LIMIT))
+    errors = [one.error_message for one in answers if one.error_message]
+    assert sorted(message.partition(", or holds")[0] for message in errors) == [
+        "INVALID_ARGUMENT: the request holds more than the 16384 fields that this server takes",
+        *["INVALID_ARGUMENT: the request is no such message"] * 2,
+    ]
+    finals = [one for one in answers if is_final(one.infer_response)]
+    assert [one.infer_response.id for one in finals].count("good") == 2
+    assert len(finals) == 5
+
+
+def test_an_error_that_quotes_half_a_surrogate_pair_ends_its_request_only(server, stub):
+    """JSON may hold one, protobuf cannot."""
+    bad = typed_request(text_input=PROMPT, sampling_parameters=r'{"\ud800": 1}')
+    good = typed_request(text_input=PROMPT, sampling_parameters=json.dumps(LONG))
+    bad.id, good.id = "bad", "good"
+    with pytest.raises(grpc.RpcError, match=r"sampling_parameters\.\?: is not known") as refused:
+        stub.ModelInfer(bad, timeout=LIMIT)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    answers = stub.ModelStreamInfer(iter([good, bad, good]), timeout=LIMIT)
+    errors = {one.infer_response.id: bool(one.error_message) for one in answers}
+    assert errors == {"bad": True, "good": False}
+
+
+def is_final(response: service_pb2.ModelInferResponse) -> bool:
+    return response.parameters["triton_final_response"].bool_param

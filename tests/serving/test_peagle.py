@@ -90,17 +90,6 @@ def test_seeds_repeat_and_differ_between_sequences(server, stub):
     assert tuple(stub.GenerateOnce(request).sequences[0].token_ids) == tokens[1]
 
 
-def test_stop_strings_end_the_text_across_tokens(server, stub, alone):
-    text = alone.generate([PROMPT], SamplingParams(max_tokens=60, ignore_eos=True))[0].text
-    stop = text[10:14]
-    stopping = pb.Stopping(max_tokens=60, ignore_eos=True, stop=[stop])
-    deltas = list(stub.Generate(pb.GenerateRequest(text=PROMPT, stopping=stopping)))
-    whole = joined(deltas)
-    assert whole.text == text[: text.index(stop)]
-    assert whole.finish.reason == pb.FINISH_REASON_STOP
-    assert whole.finish.stop_string == stop
-
-
 def test_logprobs_and_opting_out_of_drafts(server, stub):
     request = pb.GenerateRequest(
         text=PROMPT,
@@ -121,36 +110,22 @@ def test_logprobs_and_opting_out_of_drafts(server, stub):
     assert stub.GenerateOnce(request).usage.acceptance.drafted > 0
 
 
+ask = lambda **fields: pb.GenerateRequest(text="a", **fields)
+sample = lambda **fields: ask(sampling=pb.Sampling(**fields))
+until = lambda **fields: ask(stopping=pb.Stopping(**fields))
+MESSAGE = pb.ChatMessage(role="user")
 WRONG = {
     "prompt": pb.GenerateRequest(),
     "tokens": pb.GenerateRequest(tokens=ids(5, 128)),
-    "text": pb.GenerateRequest(text=""),
     "chat.messages": pb.GenerateRequest(chat=pb.Chat()),
-    "chat.variables_json": pb.GenerateRequest(
-        chat=pb.Chat(messages=[pb.ChatMessage(role="user")], variables_json="{")
-    ),
-    "request_id": pb.GenerateRequest(text="a", request_id="x" * 257),
-    "n": pb.GenerateRequest(text="a", n=17, sampling=pb.Sampling(temperature=1)),
-    "sampling.temperature": pb.GenerateRequest(text="a", sampling=pb.Sampling(temperature=-1)),
-    "sampling.top_p": pb.GenerateRequest(text="a", sampling=pb.Sampling(top_p=float("nan"))),
-    "sampling.min_p": pb.GenerateRequest(text="a", sampling=pb.Sampling(min_p=2)),
-    "sampling.seed": pb.GenerateRequest(text="a", sampling=pb.Sampling(seed=2**63)),
-    "sampling.logit_bias": pb.GenerateRequest(text="a", sampling=pb.Sampling(logit_bias={128: 1})),
-    "sampling.allowed_token_ids": pb.GenerateRequest(
-        text="a", sampling=pb.Sampling(allowed_token_ids=pb.TokenIds())
-    ),
-    "sampling.bad_words": pb.GenerateRequest(text="a", sampling=pb.Sampling(bad_words=["xyz"])),
-    "stopping.min_tokens": pb.GenerateRequest(
-        text="a", stopping=pb.Stopping(min_tokens=5, max_tokens=4)
-    ),
-    "stopping.stop": pb.GenerateRequest(text="a", stopping=pb.Stopping(stop=[""])),
-    "stopping.stop_token_ids": pb.GenerateRequest(
-        text="a", stopping=pb.Stopping(stop_token_ids=range(257))
-    ),
-    "output.logprobs": pb.GenerateRequest(text="a", output=pb.Output(logprobs=4)),
-    "speculation.num_speculative_tokens": pb.GenerateRequest(
-        text="a", speculation=pb.Speculation(num_speculative_tokens=4)
-    ),
+    "chat.variables_json": pb.GenerateRequest(chat=pb.Chat(messages=[MESSAGE], variables_json="{")),
+    "request_id": ask(request_id="x" * 257),
+    "sampling.temperature": sample(temperature=-1),
+    "sampling.seed": sample(seed=2**63),
+    "sampling.allowed_token_ids": sample(allowed_token_ids=pb.TokenIds()),
+    "stopping.stop_token_ids": until(stop_token_ids=range(257)),
+    "output.logprobs": ask(output=pb.Output(logprobs=4)),
+    "speculation.num_speculative_tokens": ask(speculation=pb.Speculation(num_speculative_tokens=4)),
 }
 
 
@@ -195,36 +170,6 @@ def test_a_prompt_that_leaves_no_room_is_refused(server, stub):
         stub.GenerateOnce(pb.GenerateRequest(tokens=ids(*[5] * 96)))
 
 
-def test_abort_ends_the_stream_of_its_id(server, stub, pace):
-    call = stub.Generate(pb.GenerateRequest(text="a", request_id="mine", stopping=LONG))
-    assert dict(call.initial_metadata())["x-request-id"] == "mine"
-    assert stub.Abort(pb.AbortRequest(request_ids=["mine", "other"])).aborted == 1
-    pace.release(2)
-    assert list(call)[-1].finish.reason == pb.FINISH_REASON_ABORT
-    assert stub.Abort(pb.AbortRequest(request_ids=["mine"])).aborted == 0
-
-
-def test_an_id_is_unique_while_it_runs(server, stub):
-    request = pb.GenerateRequest(text="a", request_id="twice", stopping=LONG)
-    with server.paced() as pace:
-        first = stub.Generate(request)
-        pace.release(2)
-        next(first)
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.GenerateOnce(request)
-        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
-    list(first)
-    stub.GenerateOnce(request)
-
-
-def test_a_slow_reader_delays_no_other(server, stub):
-    slow = stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
-    next(slow)
-    for _ in range(8):
-        stub.GenerateOnce(pb.GenerateRequest(text="b", stopping=LONG), timeout=LIMIT)
-    assert len(joined(slow).token_ids) > 0
-
-
 def test_cancelling_frees_everything(server, stub, pace):
     start = lambda: stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
     calls = [start()]
@@ -252,10 +197,9 @@ def test_a_client_that_leaves_at_its_deadline_is_counted_so(server, seconds, cod
 
 def test_low_priorities_are_refused(server, stub):
     least = server.frontend.limits.min_priority
-    ask = lambda priority: pb.GenerateRequest(text=PROMPT, priority=priority)
-    assert stub.GenerateOnce(ask(least), timeout=LIMIT)
+    assert stub.GenerateOnce(ask(priority=least), timeout=LIMIT)
     with pytest.raises(grpc.RpcError, match="--min-priority") as caught:
-        stub.GenerateOnce(ask(least - 1), timeout=LIMIT)
+        stub.GenerateOnce(ask(priority=least - 1), timeout=LIMIT)
     assert violation(caught.value) == "priority"
 
 
@@ -266,22 +210,6 @@ def test_deadlines_are_kept(server, stub, pace):
     ]
     assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
     server.check_freed(pace)
-
-
-@pytest.mark.slow
-def test_a_full_queue_returns_a_retry_time(server, stub):
-    request = pb.GenerateRequest(text="a", stopping=LONG)
-    with server.paced() as pace:  # 4 run and 64 may wait
-        calls = [stub.GenerateOnce.future(request)]
-        assert pace.is_waiting.wait(LIMIT)
-        calls += [stub.GenerateOnce.future(request) for _ in range(119)]
-        eventually(lambda: server.frontend.num_open == 120)
-    codes = [call.code() for call in calls]
-    refused = calls[codes.index(grpc.StatusCode.RESOURCE_EXHAUSTED)]
-    assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
-    info = error_details_pb2.RetryInfo()
-    assert rpc_status.from_call(refused).details[0].Unpack(info)
-    assert 0 < info.retry_delay.ToMilliseconds() <= 30_000
 
 
 def test_a_slot_is_not_left_empty_between_two_requests_of_a_client(server, stub):
@@ -314,9 +242,7 @@ def test_model_info_and_stats(server, stub):
 
 
 def test_smaller_batches_compile_while_it_serves(make_engine):
-    server = LiveServer(make_engine())
-    with grpc.insecure_channel(server.address) as channel:
-        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+    with LiveServer(make_engine()) as server, server.peagle() as stub:
         request = pb.GenerateRequest(text=PROMPT, stopping=LONG)
         first = stub.GenerateOnce(request)
         pending = [stub.GetStats(pb.GetStatsRequest()).batch_sizes_pending]
@@ -326,35 +252,12 @@ def test_smaller_batches_compile_while_it_serves(make_engine):
         assert pending == sorted(pending, reverse=True)
         assert stub.GenerateOnce(request).sequences == first.sequences
         assert tuple(server.engine.programs.rounds) == server.engine.config.batch_buckets
-    server.close()
-
-
-def test_the_death_of_the_engine_ends_every_stream(make_engine):
-    server = LiveServer(make_engine())
-
-    def dies(*args):
-        eventually(lambda: server.frontend.num_open == 8)
-        raise RuntimeError("out of luck")
-
-    server.engine.programs.round = dies
-    with grpc.insecure_channel(server.address) as channel:
-        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
-        calls = [stub.Generate(pb.GenerateRequest(text="a", stopping=LONG)) for _ in range(8)]
-        for call in calls:
-            with pytest.raises(grpc.RpcError, match="RuntimeError") as caught:
-                list(call)
-            assert caught.value.code() is grpc.StatusCode.INTERNAL
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.GenerateOnce(pb.GenerateRequest(text="a"))
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    server.close()
 
 
 def test_a_round_that_hangs_counts_as_death(make_engine):
     server = LiveServer(make_engine())
     held = threading.Event()
-    with grpc.insecure_channel(server.address) as channel:
-        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+    with server.peagle() as stub:
         call = stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
         next(call)
         server.engine.scheduler.schedule = held.wait
@@ -363,25 +266,4 @@ def test_a_round_that_hangs_counts_as_death(make_engine):
             list(call)
         assert caught.value.code() is grpc.StatusCode.INTERNAL
     held.set()
-    server.close()
-
-
-def test_draining_refuses_new_requests_and_finishes_old_ones(make_engine):
-    server = LiveServer(make_engine())
-    with grpc.insecure_channel(server.address) as channel:
-        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
-        with server.paced():
-            calls = [stub.Generate(pb.GenerateRequest(text="a", stopping=LONG)) for _ in range(8)]
-            for call in calls:
-                call.initial_metadata()  # it was accepted
-            drained = threading.Thread(target=lambda: server.run(server.frontend.drain(60.0)))
-            drained.start()
-            eventually(lambda: server.frontend.state.value != "serving")
-            with pytest.raises(grpc.RpcError) as caught:
-                stub.GenerateOnce(pb.GenerateRequest(text="a"))
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        lengths = {len(joined(call).token_ids) for call in calls}
-        assert lengths == {60}
-        drained.join()
-        assert server.frontend.state.value == "stopped"
     server.close()

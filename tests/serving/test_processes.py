@@ -1,8 +1,9 @@
-"""The server as two processes: the same texts as the engine, and one end for both."""
+"""`peagle-serve` as processes: the texts of the engine, readiness, signals, one end for all."""
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,17 +15,20 @@ import grpc
 import httpx
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.served import Served
 from peagle_jax import EngineConfig, SamplingParams, load
 from serving.app import END_SECONDS
 from serving.protos import peagle_v1_pb2 as pb
+from serving.protos import peagle_v1_pb2_grpc
 from tests.cli import conftest
-from tests.serving.processes import Processes, connections, stopped
+from tests.serving.processes import Processes, connections, is_running, stopped
 from tests.waiting import LIMIT, eventually
 
-folders = conftest.folders
+folders, broken = conftest.folders, conftest.broken
 Status = grpc.StatusCode
+STATUSES = health_pb2.HealthCheckResponse
 SIZES = ("--max-model-len", "256", "--max-num-seqs", "8", "--prefill-chunk", "16", "-K", "3")
 LONG = pb.Stopping(max_tokens=200, ignore_eos=True)
 NUM_CONNECTIONS = 16
@@ -32,6 +36,7 @@ NUM_CONNECTIONS = 16
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
+    """One cache of compiled programs, and no options from the tests' environment."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("PEAGLE_")}
     return mine | {"HOME": str(tmp_path_factory.mktemp("home"))}
 
@@ -41,12 +46,13 @@ def start(folders, environment, tmp_path_factory):
     """Starts a server of the tiny model; options are added."""
     servers: list[Served] = []
 
-    def start(*options: str, prefix: tuple[str, ...] = ()) -> Served:
+    def start(*options: str, prefix: tuple[str, ...] = (), wait: bool = True) -> Served:
         model = [item for item in folders.options() if item != "--no-cache"]
         log = tmp_path_factory.mktemp("logs") / "log"
         arguments = [*model, *SIZES, "--http-port", "0", *options]
         servers.append(Served(arguments, log=log, environment=environment, prefix=prefix))
-        servers[-1].wait(LIMIT)
+        if wait:
+            servers[-1].wait(LIMIT)
         return servers[-1]
 
     yield start
@@ -118,16 +124,6 @@ def test_texts_of_many_clients_are_those_of_the_engine(two, folders):
     assert found == expected
 
 
-def test_an_engine_that_stops_for_a_moment_does_not_count_as_dead(two):
-    found = Processes(two)
-    with connections(two.address, 1) as (stub,):
-        call = begun(stream(stub))
-        with stopped(found.engine):
-            pass
-        assert end_of(call)[0] is Status.OK
-    assert found.all == Processes(two).all
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["engine", "main"])
 def test_a_stop_longer_than_a_round_may_take_ends_no_request(start, which):
@@ -155,10 +151,8 @@ def test_an_engine_that_never_reads_the_order_to_end_delays_the_end_by_seconds(s
 
 def _may_unshare() -> bool:
     with contextlib.suppress(OSError):
-        return (
-            subprocess.run(["unshare", "-pf", "true"], capture_output=True, check=False).returncode
-            == 0
-        )
+        made = subprocess.run(["unshare", "-pf", "true"], capture_output=True, check=False)
+        return made.returncode == 0
     return False
 
 
@@ -197,6 +191,7 @@ def test_the_death_of_the_engine_ends_the_server(start):
     assert "Traceback" not in server.text()
 
 
+@pytest.mark.slow
 def test_no_process_outlives_the_first(start):
     server = start()
     found = Processes(server)
@@ -219,8 +214,7 @@ def test_a_signal_reaches_all_processes(start, tmp_path):
     eventually(lambda: "read again" in server.text(), "the tokens are read")
     with connections(server.address, NUM_CONNECTIONS) as stubs:
         request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5]), stopping=LONG)
-        metadata = [("authorization", "Bearer second")]
-        calls = [begun(stub.Generate(request, metadata=metadata)) for stub in stubs]
+        calls = [begun(stub.Generate(request, metadata=bearer("second"))) for stub in stubs]
         for pid in found.all:  # as Ctrl-C does
             os.kill(pid, signal.SIGINT)
         ends = ends_of(calls)
@@ -229,19 +223,181 @@ def test_a_signal_reaches_all_processes(start, tmp_path):
     found.wait_until_gone()
 
 
+@pytest.mark.slow
 def test_children_import_nothing_from_the_folder_that_the_server_starts_in(tmp_path):
     trap = tmp_path / "serving" / "__init__.py"
     trap.parent.mkdir()
     trap.write_text("from pathlib import Path; Path(__file__).with_name('was-run').touch()")
     code = "import sys; from serving.__main__ import main; sys.exit(main(['--port', '0', '--http-port', '-1', '--model', 'missing']))"
-    made = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    run = dict(capture_output=True, text=True, timeout=LIMIT, check=False, cwd=tmp_path)
+    run["env"] = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    made = subprocess.run([sys.executable, "-P", "-c", code], **run)
     assert (made.returncode, "missing" in made.stderr) == (2, True), made.stderr
     assert [one.name for one in trap.parent.iterdir()] == ["__init__.py"]
+
+
+def refused(stub: peagle_v1_pb2_grpc.GenerationStub) -> grpc.Future:
+    """Sends short requests until one is refused."""
+    request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5]), stopping=pb.Stopping(max_tokens=1))
+    for _ in range(1000):
+        call = stub.GenerateOnce.future(request)
+        if call.code() is not Status.OK:
+            return call
+    raise AssertionError("the server takes everything")
+
+
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize(("second", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_the_drain(start, second, code):
+    server = start("--drain-seconds", "3600", "--max-num-seqs", "4")
+    with connections(server.address, 1) as (stub,), ThreadPoolExecutor(24) as pool:
+        calls = [stream(stub) for _ in range(24)]  # most of them wait when the signal comes
+        for call in calls:
+            call.initial_metadata()  # comes when the request is accepted
+        ends = [pool.submit(end_of, call) for call in calls]
+        server.process.terminate()
+        assert refused(stub).code() is Status.UNAVAILABLE
+        server.process.send_signal(second)
+        codes = {end.result(LIMIT)[0] for end in ends}
+    assert codes <= {Status.OK, Status.UNAVAILABLE}
+    assert Status.UNAVAILABLE in codes
+    assert server.process.wait(60) == code
+    assert "Traceback" not in server.text()
+
+
+@pytest.mark.slow
+def test_a_hostile_chat_template_delays_neither_health_nor_the_end(start, broken):
+    (broken.target / "chat_template.jinja").write_text("{{ 9 ** (9 ** 9) }}")
+    server = start("--model", str(broken.target), "--drain-seconds", "0.5")
+    with connections(server.address, 1) as (stub,), grpc.insecure_channel(server.address) as over:
+        talk = pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])
+        call = stub.GenerateOnce.future(pb.GenerateRequest(chat=talk))
+        eventually(lambda: Processes(server).renderer, "the chat is rendered")
+        found = Processes(server)
+        health = health_pb2_grpc.HealthStub(over)
+        assert health.Check(health_pb2.HealthCheckRequest()).status == STATUSES.SERVING
+        begun_at = time.monotonic()
+        server.process.terminate()
+        assert call.code() in (Status.UNAVAILABLE, Status.INVALID_ARGUMENT)
+        server.process.wait(LIMIT)
+        assert time.monotonic() - begun_at < 0.5 + END_SECONDS + 1.0
+    found.wait_until_gone()
+    eventually(lambda: not is_running(found.renderer))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["full", "closed"])
+def test_a_server_needs_nobody_who_reads_its_output(folders, environment, output):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    arguments = [*folders.options(), "--max-model-len", "64", "--port", str(port)]
+    arguments += ["--http-port", "-1"]
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh"] if output == "closed" else []
+    command = [*closed, sys.executable, "-m", "serving", *arguments, "--drain-seconds", "1"]
+    process = subprocess.Popen(command, env=environment, stdout=writer, stderr=writer)
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stopping = pb.Stopping(max_tokens=3, ignore_eos=True)
+            request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5]), stopping=stopping)
+            stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+
+            def serves() -> bool:
+                assert process.poll() is None
+                with contextlib.suppress(grpc.RpcError):
+                    answer = stub.GenerateOnce(request, wait_for_ready=True)
+                    return bool(answer.usage.completion_tokens)
+                return False
+
+            eventually(serves, "the server serves")
+        process.terminate()
+        assert process.wait(LIMIT) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_process_that_hangs_ends_in_time_with_its_children():
+    code = (
+        "import threading; from serving.engine_child import EngineChild; child = EngineChild();"
+        "child.end_within(0.5); print(child._process.pid, flush=True); threading.Event().wait()"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert (made.returncode, "did not end by itself" in made.stderr) == (1, True)
+    assert not is_running(int(made.stdout))
+
+
+def wait_for_log(server: Served, message: str) -> None:
+    eventually(lambda: message in server.text(), f"{message!r} in the log")
+
+
+def bearer(token: str) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {token}")]
+
+
+@pytest.mark.slow
+def test_sighup_reads_files_again_and_ends_no_request(start, tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("first\n")
+    server = start("--auth-token-file", str(tokens), wait=False)
+    wait_for_log(server, "no-cache: ")
+    server.process.send_signal(signal.SIGHUP)  # while it loads
+    server.wait(LIMIT)
+    with connections(server.address, 1) as (stub,):
+        for content, message in (
+            ("# none\n", "cannot be read again, the old ones stay in use"),
+            ("second\n", "were read again"),
+        ):
+            tokens.write_text(content)
+            server.process.send_signal(signal.SIGHUP)
+            wait_for_log(server, message)
+        stats = lambda token: stub.GetStats(pb.GetStatsRequest(), metadata=bearer(token))
+        stats("second")
+        with pytest.raises(grpc.RpcError):
+            stats("first")
+    assert server.stop(60.0) == 0
+
+
+@pytest.mark.slow
+def test_health_follows_the_life_of_the_server(start):
+    server = start(wait=False)
+    address = server.wait_for_port()
+    with connections(address, 1) as (stub,), grpc.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        asks = [health_pb2.HealthCheckRequest(service=x) for x in ("", "peagle.v1.Generation")]
+        watches = [health.Watch(ask) for ask in asks]
+        # It has just begun to listen, and compiles.
+        assert [health.Check(ask).status for ask in asks] == [STATUSES.NOT_SERVING] * 2
+        with pytest.raises(grpc.RpcError, match="starting") as caught:
+            stub.GenerateOnce(pb.GenerateRequest(tokens=pb.TokenIds(ids=[5])))
+        assert caught.value.code() is Status.UNAVAILABLE
+        for watch in watches:
+            assert next(watch).status == STATUSES.NOT_SERVING
+            assert next(watch).status == STATUSES.SERVING
+        calls = [begun(stream(stub)) for _ in range(4)]
+        server.process.terminate()
+        assert [next(watch).status for watch in watches] == [STATUSES.NOT_SERVING] * 2
+        assert {code for code, *_ in ends_of(calls)} == {Status.OK}
+    assert server.process.wait(LIMIT) == 0
+
+
+@pytest.mark.exhaustive
+def test_the_embedded_model_is_soon_served(environment, tmp_path):
+    """On two idle cores after 9 s, or 5 s once programs lie in the cache."""
+    environment = {name: value for name, value in environment.items() if name != "XLA_FLAGS"}
+    for name in ("cold", "warm"):
+        with Served([], log=Path(tmp_path, name), environment=environment) as server:
+            address = server.wait(LIMIT)
+            with connections(address, 1) as (stub,):
+                request = pb.GenerateRequest(text="def", stopping=pb.Stopping(max_tokens=4))
+                assert stub.GenerateOnce(request).usage.completion_tokens > 0
+            assert server.stop(LIMIT) == 0

@@ -1,6 +1,4 @@
-"""Log-probabilities of prompts on every API that has them, and the requests of
-lm-evaluation-harness.
-"""
+"""Log-probabilities of prompts on every API, and requests of lm-evaluation-harness."""
 
 import json
 
@@ -15,21 +13,19 @@ from serving import client
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests.serving.live import LiveServer
-from tests.waiting import LIMIT
 
 TEXT = "hello there, a longer prompt of several chunks"
 
 
 @pytest.fixture(scope="module")
 def scoring(make_engine):
-    server = LiveServer(make_engine(prompt_logprobs=True), http=True)
-    yield server
-    server.close()
+    with LiveServer(make_engine(prompt_logprobs=True), http=True) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def http(scoring):
-    with httpx.Client(base_url=f"http://{scoring.http_address}", timeout=LIMIT) as client:
+    with scoring.client() as client:
         yield client
 
 
@@ -53,9 +49,7 @@ def complete(http, **fields) -> dict:
 
 
 def test_the_request_of_lm_evaluation_harness(http, tokenizer, expected):
-    """As `local-completions` sends loglikelihoods, with token ids or text, one or
-    several prompts.
-    """
+    """As `local-completions` sends loglikelihoods: ids or text, one or several prompts."""
     request = dict(model="tiny", temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True)
     short = tokenizer.encode("hello")
     for prompt in ([expected.prompt, short], expected.prompt, [TEXT], TEXT):

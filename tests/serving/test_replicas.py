@@ -27,9 +27,7 @@ def fleet(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def texts():
-    """Texts that differ from the first token on: the gateway sends those that begin alike to the
-    same server.
-    """
+    """Texts without a common beginning: the gateway sends such to different servers."""
     letters = itertools.product("ABCDEFGHIJKLMNOPQRSTUVWXYZ", repeat=2)
     return (f"{a}{b} = 0\n# computes {a}{b} of all the items of a list\n" for a, b in letters)
 
@@ -78,9 +76,7 @@ def test_the_second_turn_of_a_chat_finds_its_prefix(fleet, texts):
 
 
 def test_a_killed_server_costs_only_the_streams_that_had_begun(fleet, texts, prompts):
-    """The gateway repeats unary requests on another server, broken streams end with an error, and
-    the server returns.
-    """
+    """Unary requests are repeated elsewhere, broken streams end with an error."""
     other, killed = fleet.replicas
     with Load(fleet.url, prompts, max_tokens=TOKENS) as load:
         before = fleet.completed
@@ -107,9 +103,7 @@ def test_a_killed_server_costs_only_the_streams_that_had_begun(fleet, texts, pro
 
 
 def test_a_rolling_restart_fails_no_request(fleet, prompts):
-    """Each client repeats its prompt, so the gateway prefers the server that has it, also while
-    that drains.
-    """
+    """The gateway prefers the server that has a prompt, also while that drains."""
     with Load(fleet.url, prompts, max_tokens=TOKENS) as load:
         for i, replica in enumerate(fleet.replicas):
             load.wait_for(len(prompts))

@@ -23,25 +23,17 @@ from serving.settings import Settings
 from tests.serving.scripted import make_tokenizer
 
 BY_NAME = {one.name: one for one in FORMATS}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "read",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "path": {"type": "string"},
-                "lines": {"type": "integer"},
-                "share": {"type": ["number", "null"]},
-                "all": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
-                "ranges": {"type": "array"},
-                "at": {"$ref": "#/$defs/Point"},
-                "circle": {"$ref": "#/properties/circle"},
-            },
-            "$defs": {"Point": {"type": "object"}},
-        },
-    },
+PROPERTIES = {
+    "path": {"type": "string"},
+    "lines": {"type": "integer"},
+    "share": {"type": ["number", "null"]},
+    "all": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    "ranges": {"type": "array"},
+    "at": {"$ref": "#/$defs/Point"},
+    "circle": {"$ref": "#/properties/circle"},
 }
+SCHEMA = {"type": "object", "properties": PROPERTIES, "$defs": {"Point": {"type": "object"}}}
+TOOL = {"type": "function", "function": {"name": "read", "parameters": SCHEMA}}
 TOOLS = Tools([TOOL])
 
 
@@ -68,189 +60,117 @@ def call(name="read", **arguments) -> ToolCall:
 
 
 CODE = '\n  if a < b:\n    return "}</tool_call>"  # é\n</parameter> and </function>\n'
+
+
+def case(form: str, reply: str, *calls: ToolCall, text: str = "", reasoning: str = "") -> tuple:
+    return form, reply, ReplyPart(text, reasoning, calls)
+
+
 CASES = {
-    "text": ("qwen3", " Hi <b>é</b> {1}\n", " Hi <b>é</b> {1}\n", "", []),
-    "reasoning": ("qwen3", "<think>\nHm \n\n</think>\n\nHi\n", "Hi\n", "Hm", []),
-    "reasoning, cut off": ("qwen3", "<think>\nHm \n", "", "Hm", []),
-    "no reasoning": ("qwen3", "<think>\n\n</think>\n\n", "", "", []),
-    "marker in text": ("qwen3", "Hi <think> there</think>", "Hi <think> there</think>", "", []),
-    "reasoning and two calls": (
+    "reasoning": case("qwen3", "<think>\nHm \n\n</think>\n\nHi\n", text="Hi\n", reasoning="Hm"),
+    "reasoning, cut off": case("qwen3", "<think>\nHm \n", reasoning="Hm"),
+    "no reasoning": case("qwen3", "<think>\n\n</think>\n\n"),
+    "no end": case("qwen3", hermes("read", {}).removesuffix("</tool_call>"), call()),
+    "reasoning and two calls": case(
         "qwen3",
         f"<think>a</think>Look:\n\n{hermes('read', dict(path='a'))}\n{hermes('other', {})}\n",
-        "Look:",
-        "a",
-        [call(path="a"), call("other")],
+        call(path="a"),
+        call("other"),
+        text="Look:",
+        reasoning="a",
     ),
-    "markers in strings": (
-        "qwen3",
-        hermes("read", {"path": '</tool_call>"{\\'}),
-        "",
-        "",
-        [call(path='</tool_call>"{\\')],
+    "markers in strings": case(
+        "qwen3", hermes("read", {"path": '</tool_call>"{\\'}), call(path='</tool_call>"{\\')
     ),
-    "types": (
+    "types": case(
         "qwen3",
         hermes("read", dict(lines="3", share="null", path="3", all="True", x="5")),
-        "",
-        "",
-        [call(lines=3, share=None, path="3", all=True, x="5")],
+        call(lines=3, share=None, path="3", all=True, x="5"),
     ),
-    "two objects in one call": (
-        "qwen3",
-        '<tool_call>{"name":"a"}\n{"name":"b"}</tool_call>',
-        "",
-        "",
-        [call("a"), call("b")],
+    "two objects in one call": case(
+        "qwen3", '<tool_call>{"name":"a"}\n{"name":"b"}</tool_call>', call("a"), call("b")
     ),
-    "arguments as text": ("qwen3", hermes("read", '{"lines": 1}'), "", "", [call(lines=1)]),
-    "no end": ("qwen3", hermes("read", {}).removesuffix("</tool_call>"), "", "", [call()]),
-    "cut off by length": (
-        "qwen3",
-        "a \n" + hermes("read", {})[:-14],
-        "a \n" + hermes("read", {})[:-14],
-        "",
-        [],
-    ),
-    "no JSON": (
-        "qwen3",
-        "\n<tool_call>\n{'name'}\n</tool_call>\nx",
-        "\n<tool_call>\n{'name'}\n</tool_call>\nx",
-        "",
-        [],
-    ),
-    "a brace is missing": (
+    "arguments as text": case("qwen3", hermes("read", '{"lines": 1}'), call(lines=1)),
+    "a brace is missing": case(
         "qwen3",
         f'<tool_call>{{"name": "f"</tool_call> {hermes("read", {})}',
-        '<tool_call>{"name": "f"</tool_call>',
-        "",
-        [call()],
+        call(),
+        text='<tool_call>{"name": "f"</tool_call>',
     ),
-    "prose about calls": (
-        "qwen3",
-        "Use <tool_call> tags." + hermes("read", {}),
-        "Use <tool_call> tags.",
-        "",
-        [call()],
+    "prose about calls": case(
+        "qwen3", "Use <tool_call> tags." + hermes("read", {}), call(), text="Use <tool_call> tags."
     ),
-    "no object": ("qwen3", hermes("read", [1]), hermes("read", [1]), "", []),
-    "no name": (
-        "qwen3",
-        '<tool_call>{"a":1}</tool_call>',
-        '<tool_call>{"a":1}</tool_call>',
-        "",
-        [],
+    "half of a pair": case(
+        "qwen3", '<tool_call>{"name":"f","arguments":{"a":"\\ud800"}}</tool_call>', call("f", a="?")
     ),
-    "NaN": (
-        "qwen3",
-        '<tool_call>{"name":"f","arguments":{"a":NaN}}</tool_call>',
-        '<tool_call>{"name":"f","arguments":{"a":NaN}}</tool_call>',
-        "",
-        [],
-    ),
-    "half of a pair": (
-        "qwen3",
-        r'<tool_call>{"name":"f","arguments":{"a":"\ud800"}}</tool_call>',
-        "",
-        "",
-        [call("f", a="?")],
-    ),
-    "coder": (
+    "coder": case(
         "qwen3-coder",
         "Ok\n" + coder("read", path=" a ", lines=" 3", all="false"),
-        "Ok",
-        "",
-        [call(path=" a ", lines=3, all=False)],
+        call(path=" a ", lines=3, all=False),
+        text="Ok",
     ),
-    "coder, code": ("qwen3-coder", coder("write", text=CODE), "", "", [call("write", text=CODE)]),
-    "coder, two calls": (
-        "qwen3-coder",
-        coder("a") + "\n" + coder("b", x=""),
-        "",
-        "",
-        [call("a"), call("b", x="")],
+    "coder, code": case("qwen3-coder", coder("write", text=CODE), call("write", text=CODE)),
+    "coder, two calls": case(
+        "qwen3-coder", coder("a") + "\n" + coder("b", x=""), call("a"), call("b", x="")
     ),
-    "coder, bare": (
+    "coder, bare": case(
         "qwen3-coder",
         "Ok <function=a>\n<parameter=x>1</parameter></function> x",
-        "Ok x",
-        "",
-        [call("a", x="1")],
+        call("a", x="1"),
+        text="Ok x",
     ),
-    "coder, start forgotten": (
-        "qwen3-coder",
-        coder("a").removeprefix("<tool_call>\n"),
-        "",
-        "",
-        [call("a")],
+    "coder, start forgotten": case(
+        "qwen3-coder", coder("a").removeprefix("<tool_call>\n"), call("a")
     ),
-    "coder, end forgotten": (
-        "qwen3-coder",
-        coder("a").removesuffix("</tool_call>") + coder("b"),
-        "",
-        "",
-        [call("a"), call("b")],
+    "coder, end forgotten": case(
+        "qwen3-coder", coder("a").removesuffix("</tool_call>") + coder("b"), call("a"), call("b")
     ),
-    "coder, cut off": ("qwen3-coder", coder("a", x="1")[:-20], coder("a", x="1")[:-20], "", []),
-    "coder, no name": (
-        "qwen3-coder",
-        "<function=> <function=a b<",
-        "<function=> <function=a b<",
-        "",
-        [],
-    ),
-    "coder, types": (
+    "coder, types": case(
         "qwen3-coder",
         coder("read", ranges="[1]", at='{"x": 1}', share="1e999", circle="1"),
-        "",
-        "",
-        [call(ranges=[1], at={"x": 1}, share="1e999", circle="1")],
+        call(ranges=[1], at={"x": 1}, share="1e999", circle="1"),
     ),
-    "llama": ("llama3", '{"name": "read", "parameters": {"lines": "2"}}', "", "", [call(lines=2)]),
-    "llama, two": (
+    "llama": case("llama3", '{"name": "read", "parameters": {"lines": "2"}}', call(lines=2)),
+    "llama, two": case(
         "llama3",
         '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}',
-        "",
-        "",
-        [call("a"), call("b")],
+        call("a"),
+        call("b"),
     ),
-    "llama, JSON": ("llama3", '{"name": "Bob"} x', '{"name": "Bob"} x', "", []),
-    "llama, later": (
-        "llama3",
-        'See {"name": "a", "parameters": {}}',
-        'See {"name": "a", "parameters": {}}',
-        "",
-        [],
-    ),
-    "llama, code": ("llama3", "<|python_tag|>print(1)", "<|python_tag|>print(1)", "", []),
-    "gemma": (
+    "gemma": case(
         "gemma4",
         '<|channel>thought\nHm\n<channel|>Ok<|tool_call>call:read{path:<|"|>{a:"b",<tool_call|><|"|>,ranges:[1,{x:true}]}<tool_call|>',
-        "Ok",
-        "Hm",
-        [call(path='{a:"b",<tool_call|>', ranges=[1, {"x": True}])],
+        call(path='{a:"b",<tool_call|>', ranges=[1, {"x": True}]),
+        text="Ok",
+        reasoning="Hm",
     ),
-    "gemma, two": (
+    "gemma, two": case(
         "gemma4",
         "<|tool_call>call:a{}<tool_call|><|tool_call>call:b{x:1}<tool_call|>",
-        "",
-        "",
-        [call("a"), call("b", x=1)],
+        call("a"),
+        call("b", x=1),
     ),
-    "gemma, cut off": (
-        "gemma4",
-        '<|tool_call>call:a{x:<|"|>1',
-        '<|tool_call>call:a{x:<|"|>1',
-        "",
-        [],
-    ),
-    "thoughts": ("think", "<think>a</think>\nb", "b", "a", []),
+    "thoughts": case("think", "<think>a</think>\nb", text="b", reasoning="a"),
 }
+KEPT = {
+    "text": ("qwen3", " Hi <b>é</b> {1}\n"),
+    "marker in text": ("qwen3", "Hi <think> there</think>"),
+    "cut off by length": ("qwen3", "a \n" + hermes("read", {})[:-14]),
+    "no JSON": ("qwen3", "\n<tool_call>\n{'name'}\n</tool_call>\nx"),
+    "no object": ("qwen3", hermes("read", [1])),
+    "NaN": ("qwen3", '<tool_call>{"name":"f","arguments":{"a":NaN}}</tool_call>'),
+    "coder, cut off": ("qwen3-coder", coder("a", x="1")[:-20]),
+    "llama, JSON": ("llama3", '{"name": "Bob"} x'),
+    "llama, code": ("llama3", "<|python_tag|>print(1)"),
+    "gemma, cut off": ("gemma4", '<|tool_call>call:a{x:<|"|>1'),
+}
+"""Replies that stay text as they are."""
+CASES |= {name: case(form, reply, text=reply) for name, (form, reply) in KEPT.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_split_of_a_reply_gives_its_text_reasoning_and_calls(name, num_cases):
-    form, reply, text, reasoning, calls = CASES[name]
-    expected = ReplyPart(text, reasoning, tuple(calls))
+    form, reply, expected = CASES[name]
     whole = parse(form, [reply])
     assert whole == expected
     check = lambda part: part == expected and part.items == whole.items
@@ -265,15 +185,10 @@ def test_every_split_of_a_reply_gives_its_text_reasoning_and_calls(name, num_cas
 
 
 def test_parts_keep_their_order():
-    first, last = call("a"), call("b")
     reply = f"<think>Hm</think>One {hermes('a', {})} two {hermes('b', {})}"
-    assert parse("qwen3", [reply]).items == (
-        ("reasoning", "Hm"),
-        ("text", "One"),
-        ("call", first),
-        ("text", " two"),
-        ("call", last),
-    )
+    calls = [("call", call(name)) for name in "ab"]
+    said = [("reasoning", "Hm"), ("text", "One"), calls[0], ("text", " two"), calls[1]]
+    assert [*parse("qwen3", [reply]).items] == said
 
 
 @pytest.mark.parametrize("form", [one.name for one in FORMATS])
@@ -305,21 +220,8 @@ def test_random_markers_are_one_result_in_every_split_and_no_text_is_lost(form, 
 FLOODS = [
     (form, flood)
     for form, floods in {
-        "qwen3": (
-            "<tool_call>",
-            '<tool_call>{"',
-            '<tool_call>{"name":"\\',
-            " ",
-            "\n<",
-            "</tool_call>",
-            "<think>",
-        ),
-        "qwen3-coder": (
-            "<function=",
-            "<parameter=",
-            "<function=f><parameter=x></parameter> ",
-            "<tool_call> ",
-        ),
+        "qwen3": ("<tool_call>", '<tool_call>{"name":"\\', " ", "\n<", "<think>"),
+        "qwen3-coder": ("<function=", "<function=f><parameter=x></parameter> ", "<tool_call> "),
         "llama3": ("{", '{"a":', "; "),
         "gemma4": ("<|tool_call>call:", '<|"|>', '<|tool_call>call:f{x:<|"|>'),
     }.items()
@@ -347,11 +249,6 @@ def test_the_prompt_may_begin_the_reasoning():
     assert parse("qwen3", ["Hm"], is_reasoning=True) == ReplyPart("", "Hm")
 
 
-def test_without_tools_calls_are_text():
-    reply = "a " + hermes("read", {})
-    assert parse("qwen3", [reply], tools=None) == ReplyPart(reply)
-
-
 def test_text_comes_as_soon_as_it_is_certain():
     parser = MarkedText(BY_NAME["qwen3"], tools=TOOLS)
     assert parser.add("Hello <b").text == "Hello <b"
@@ -369,10 +266,10 @@ def test_text_comes_as_soon_as_it_is_certain():
 )
 def test_transformers_own_templates_agree(family, form, case):
     template = next(one for names, one in TEMPLATES.items() if family in names)
-    _, reply, text, reasoning, calls = CASES[case]
+    _, reply, expected = CASES[case]
     new_parser = lambda prompt: ResponseParser(template, prefix=prompt)
     parsed = joined(TemplateText(new_parser, "", tools=TOOLS), [reply])
-    assert parsed == ReplyPart(text, reasoning, tuple(calls)) == parse(form, [reply])
+    assert parsed == expected == parse(form, [reply])
 
 
 def test_a_template_that_fails_on_a_call_leaves_it_as_text():
@@ -398,11 +295,8 @@ def test_a_template_that_fails_on_a_call_leaves_it_as_text():
 )
 @settings(max_examples=200, deadline=None, database=None)
 def test_the_lexer_finds_the_same_markers_in_every_split(pieces, markers):
-    markers = [
-        one
-        for one in markers
-        if not any(one != other and other.startswith(one) for other in markers)
-    ]
+    begins = lambda one: any(one != other and other.startswith(one) for other in markers)
+    markers = [one for one in markers if not begins(one)]
     pieces_of = lambda split: [piece for part in split for piece in part]
 
     def found(texts):
@@ -430,15 +324,16 @@ def test_the_chat_template_or_the_operator_chooses_the_format(tmp_path, tokenize
     assert detected(QWEN + "<function=").name == "qwen3-coder"
     assert detected("{{ messages }}") is None
     own = make_tokenizer(tmp_path / "own", QWEN, special=["<|end|>"])
-    assert Replies(own).name == "qwen3"
-    assert Replies(own).has_calls
-    assert Replies(own).has_reasoning
-    assert Replies(own, "none").name == "none"
-    assert Replies(own, "llama3").name == "llama3"
-    assert not Replies(own, "llama3").has_reasoning
-    assert not Replies(own, "think").has_calls
-    assert Replies(tokenizer).name == "none"
-    assert Replies(None).name == "none"
+    for chosen, name, has_calls, has_reasoning in (
+        (Replies(own), "qwen3", True, True),
+        (Replies(own, "none"), "none", False, False),
+        (Replies(own, "llama3"), "llama3", True, False),
+        (Replies(own, "think"), "think", False, True),
+        (Replies(tokenizer), "none", False, False),
+        (Replies(None), "none", False, False),
+    ):
+        found = chosen.name, chosen.has_calls, chosen.has_reasoning
+        assert found == (name, has_calls, has_reasoning)
     with pytest.raises(ValueError, match="no harmony tokens"):
         Replies(own, "harmony")
 
@@ -481,11 +376,9 @@ def test_a_tokenizers_own_template_wins(tmp_path):
     }
     own = make_tokenizer(tmp_path / "own", QWEN, response_template=template)
     replies = Replies(own)
-    assert (replies.name, replies.has_calls, replies.has_reasoning) == (
-        "response_template",
-        True,
-        True,
-    )
+    assert replies.name == "response_template"
+    assert replies.has_calls
+    assert replies.has_reasoning
     parser = replies.parsers(Reply(own.encode("x|[["), True, [TOOL]))()
     reply = own.encode('Hm]]Hi((  {"name": "read", "arguments": {"lines": "2"}}))<|im_end|>')
     parsed = ReplyPart.joined([*(parser.add([one]) for one in reply[:-1]), parser.finish()])

@@ -119,10 +119,7 @@ def test_a_stop_string_cuts_the_text_and_no_count(server, http, stream):
         request = pb.GenerateRequest(
             text=PROMPT, stopping=pb.Stopping(max_tokens=24, ignore_eos=True, stop=[stop])
         )
-        (sequence,) = (
-            peagle_v1_pb2_grpc.GenerationStub(channel)
-            .GenerateOnce(request, timeout=LIMIT)
-            .sequences
-        )
+        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+        (sequence,) = stub.GenerateOnce(request, timeout=LIMIT).sequences
     assert list(sequence.token_ids) == ids
     assert sequence.text == whole[: whole.index(stop)]

@@ -1,6 +1,4 @@
-"""`/v1/responses`, `/tokenize` and `/detokenize`: OpenAI's client, and a model whose replies are
-given.
-"""
+"""`/v1/responses`, `/tokenize` and `/detokenize` of a model whose replies are given."""
 
 import contextlib
 import json
@@ -10,32 +8,21 @@ import pytest
 
 from tests.serving.scripted import CALL, PARAMETERS, READ
 
-TOOL = {
-    "type": "function",
-    "name": "read",
-    "description": "Reads a file.",
-    "parameters": PARAMETERS,
-    "strict": False,
-}
+FUNCTION = {"name": "read", "description": "Reads a file.", "parameters": PARAMETERS}
+TOOL = {"type": "function", **FUNCTION, "strict": False}
 
 
 def test_a_text_is_a_response(scripted, client):
     scripted.say("Hello you")
     response = client.responses.create(model="tiny", input="Hi", instructions="Be brief.")
-    assert (response.output_text, response.status, response.object) == (
-        "Hello you",
-        "completed",
-        "response",
-    )
+    assert (response.output_text, response.status) == ("Hello you", "completed")
+    assert response.object == "response"
     assert scripted.prompts == ["<|system|>Be brief.<|user|>Hi<|assistant|>"]
     assert response.usage.input_tokens == len(scripted.script.requests[0].prompt)
     assert response.usage.output_tokens == len("Hello you") + 1
     cut = client.responses.create(model="tiny", input="Hi", max_output_tokens=3)
-    assert (cut.status, cut.incomplete_details.reason, cut.output_text) == (
-        "incomplete",
-        "max_output_tokens",
-        "Hel",
-    )
+    assert (cut.status, cut.output_text) == ("incomplete", "Hel")
+    assert cut.incomplete_details.reason == "max_output_tokens"
 
 
 def test_a_client_runs_a_loop_of_tools(scripted, client):
@@ -46,15 +33,11 @@ def test_a_client_runs_a_loop_of_tools(scripted, client):
     assert (text.type, text.content[0].text) == ("message", "I read it.")
     assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "read", READ)
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "1"}
-    talk = [
-        {"role": "user", "content": "Read!"},
-        *(one.model_dump() for one in first.output),
-        result,
-    ]
+    output = [one.model_dump() for one in first.output]
+    talk = [{"role": "user", "content": "Read!"}, *output, result]
     second = client.responses.create(model="tiny", input=talk, tools=[TOOL])
     assert second.output_text == "It says 1."
-    function = {name: TOOL[name] for name in ("name", "description", "parameters")}
-    tools = f"<tools>{json.dumps([{'type': 'function', 'function': function}])}</tools>"
+    tools = f"<tools>{json.dumps([{'type': 'function', 'function': FUNCTION}])}</tools>"
     assert scripted.prompts[1] == (
         f"{tools}<|user|>Read!<|assistant|>I read "
         "it.<tool_call>é.py</tool_call><|tool|>1<|assistant|>"
@@ -76,23 +59,16 @@ def test_a_stream_adds_up_to_the_same_response(scripted, client):
     plain = lambda output: [one.model_dump(exclude={"id", "call_id"}) for one in output]
     assert plain(items) == plain(whole.output)
     for kind, index in (("reasoning_text", 0), ("output_text", 1), ("function_call_arguments", 2)):
-        deltas = [
-            one.delta
-            for one in events
-            if one.type == f"response.{kind}.delta" and one.output_index == index
-        ]
+        some = [one for one in events if one.type == f"response.{kind}.delta"]
+        deltas = [one.delta for one in some if one.output_index == index]
         item = items[index]
         assert "".join(deltas) == (item.arguments if index == 2 else item.content[0].text)
     with client.responses.stream(**ask) as stream:
         for _ in stream:
             pass
         added_up = stream.get_final_response()
-    assert [one.type for one in added_up.output] == [
-        "reasoning",
-        "message",
-        "function_call",
-        "function_call",
-    ]
+    kinds = ["reasoning", "message", "function_call", "function_call"]
+    assert [one.type for one in added_up.output] == kinds
 
 
 @pytest.mark.parametrize("is_merged", [True, False])
@@ -111,27 +87,22 @@ def test_a_call_that_is_cut_off_is_the_last_item(scripted, client, is_merged):
         assert response.output[1].content[0].text == CALL[:-20]
 
 
+CALLED = {"type": "function_call", "name": "a", "arguments": "{}"}
+formatted = lambda **fields: {"text": {"format": {"type": "json_schema", "name": "a", **fields}}}
 WRONG = {
     "previous_response_id": {"previous_response_id": "resp_1"},
-    "background": {"background": True},
     "input": {"input": []},
     "input[0].type": {"input": [{"type": "image_generation_call"}]},
     "input[0].content[0].type": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-    "input[0].call_id": {"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]},
+    "input[0].call_id": {"input": [CALLED]},
     "tools[0].type": {"tools": [{"type": "custom", "name": "patch"}]},
-    "text.format.type": {"text": {"format": {"type": "xml"}}},
-    "text.format": {"text": {"format": {"type": "json_schema", "name": "a"}}},
-    "text.format.schema": {
-        "text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}
-    },
+    "text.format.type": formatted(type="xml"),
+    "text.format.schema": formatted(schema={"not": {}}),
     "tools[0].strict": {"tools": [TOOL | {"strict": 5}]},
     "max_output_tokens": {"max_output_tokens": 0},
     # Found in the chat that the request becomes.
     "tools[0]": {"tools": [TOOL | {"name": "a b"}]},
-    "input ": {
-        "input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "no JSON"}]
-    },
-    "temperature": {"temperature": -1},
+    "input ": {"input": [CALLED | {"call_id": "a", "arguments": "no JSON"}]},
 }
 
 
@@ -170,18 +141,17 @@ def test_a_chat_becomes_the_tokens_of_its_prompt(scripted, post):
     assert answer["tokens"] == scripted.script.requests[0].prompt
 
 
+ASKED_TWICE = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+
+
 @pytest.mark.parametrize(
     ("path", "content", "field"),
     [
         ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"prompt": "a" * 1_000_001}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
-        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", ASKED_TWICE, "messages"),
         ("/detokenize", {"tokens": [0] * 1025}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": [10**9]}, "tokens"),
-        ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {}, "tokens"),
     ],
 )

@@ -1,20 +1,16 @@
 """`return_rounds`: every interface reports which round made which tokens, and what it drafted."""
 
-import grpc
-import httpx
 import pytest
 
-from peagle_jax import SamplingParams
 from peagle_jax.engine.host.request import Round
 from serving.protos import peagle_v1_pb2 as pb
-from serving.protos.peagle_v1_pb2_grpc import GenerationStub
 from serving.rounds import RoundReports
-from serving.stream import Ask, Delta
+from serving.stream import Delta
 from tests.serving.conftest import SIZES
 from tests.serving.drafters import known_text_engine
 from tests.serving.live import LiveServer
 from tests.serving.test_http import events
-from tests.waiting import LIMIT, soon
+from tests.waiting import LIMIT
 
 PROMPT = "hello there"
 NUM_TOKENS = 40
@@ -24,14 +20,12 @@ J = SIZES["num_draft"]
 
 @pytest.fixture(scope="module")
 def live(target, tokenizer):
-    server = LiveServer(known_text_engine(target, tokenizer, PROMPT), http=True)
-    yield server
-    server.close()
+    with LiveServer(known_text_engine(target, tokenizer, PROMPT), http=True) as server:
+        yield server
 
 
 def post(server: LiveServer, path: str = "/v1/completions", **changes) -> dict:
-    url = f"http://{server.http_address}{path}"
-    return httpx.post(url, json=BODY | {"return_rounds": True} | changes, timeout=LIMIT).json()
+    return server.post(path, **BODY | {"return_rounds": True} | changes).json()
 
 
 def check(rounds: list[dict], text: str, usage: dict) -> None:
@@ -64,37 +58,17 @@ def test_rounds_of_a_whole_answer(server):
 def test_rounds_of_a_stream(server):
     whole = post(server)["choices"][0]["rounds"]
     body = BODY | dict(return_rounds=True, stream=True, stream_options=dict(include_usage=True))
-    url = f"http://{server.http_address}/v1/completions"
-    found = events(httpx.post(url, json=body, timeout=LIMIT))
+    found = events(server.post("/v1/completions", **body))
     choices = [one["choices"][0] for one in found if one["choices"]]
     rounds = [one for choice in choices for one in choice["rounds"]]
     assert rounds == whole
     check(rounds, "".join(choice["text"] for choice in choices), found[-1]["usage"])
 
 
-def test_a_slow_reader_gets_all_rounds(server, tokenizer):
-    """A client that reads nothing until the end gets one delta with the rounds of all."""
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    ask = Ask(request_id="slow", prompt=tokenizer.encode(PROMPT), params=params)
-
-    async def read_late() -> list[Delta]:
-        async with server.frontend.open(ask) as stream:
-            await soon(lambda: stream.requests)
-            return [delta async for delta in stream]
-
-    (delta,) = server.run(read_late())
-    reports = RoundReports(tokenizer).of(0, delta)
-    found = [(one.texts, one.accepted, one.drafts) for one in reports]
-    wanted = post(server)["choices"][0]["rounds"]
-    assert found == [(one["texts"], one["accepted"], one["drafts"]) for one in wanted]
-
-
 def test_rounds_of_a_chat_and_of_several_sequences(server):
     messages = [dict(role="user", content="hello")]
     body = dict(messages=messages, max_tokens=12, temperature=1, seed=3, n=3, return_rounds=True)
-    answer = httpx.post(
-        f"http://{server.http_address}/v1/chat/completions", json=body, timeout=LIMIT
-    ).json()
+    answer = server.post("/v1/chat/completions", **body).json()
     assert len(answer["choices"]) == 3
     for choice in answer["choices"]:
         text = "".join(piece for one in choice["rounds"] for piece in one["texts"])
@@ -115,13 +89,10 @@ def test_rounds_are_not_reported_unless_asked_for(server):
 
 def test_rounds_over_grpc_are_those_over_http(server):
     wanted = post(server)["choices"][0]["rounds"]
-    request = pb.GenerateRequest(
-        text=PROMPT,
-        stopping=pb.Stopping(max_tokens=NUM_TOKENS, ignore_eos=True),
-        output=pb.Output(return_rounds=True),
-    )
-    with grpc.insecure_channel(server.address) as channel:
-        stub = GenerationStub(channel)
+    stopping = pb.Stopping(max_tokens=NUM_TOKENS, ignore_eos=True)
+    output = pb.Output(return_rounds=True)
+    request = pb.GenerateRequest(text=PROMPT, stopping=stopping, output=output)
+    with server.peagle() as stub:
         streamed = [one for delta in stub.Generate(request, timeout=LIMIT) for one in delta.rounds]
         whole = list(stub.GenerateOnce(request, timeout=LIMIT).sequences[0].rounds)
         request.output.tokens_only = True
@@ -139,9 +110,7 @@ def test_rounds_over_grpc_are_those_over_http(server):
 
 
 def test_a_character_belongs_to_the_token_that_completes_it():
-    """Tokens may end within a character; what is incomplete at the end becomes U+FFFD, as in the
-    text.
-    """
+    """Tokens may end within a character; an incomplete end is U+FFFD, as in the text."""
 
     class Bytes:
         num_stripped = 0
@@ -151,14 +120,9 @@ def test_a_character_belongs_to_the_token_that_completes_it():
             return {token: bytes([token]) for token in range(256)}
 
     euro = "€".encode()
-    delta = Delta(
-        index=0,
-        tokens=[65, *euro, euro[0]],
-        text="",
-        logprobs=None,
-        rounds=[Round([euro[0], 9], 1, 2), Round([], 0, 1), Round([8], 0, 1)],
-        finish=object(),
-    )
+    rounds = [Round([euro[0], 9], 1, 2), Round([], 0, 1), Round([8], 0, 1)]
+    tokens = [65, *euro, euro[0]]
+    delta = Delta(0, tokens=tokens, text="", logprobs=None, rounds=rounds, finish=object())
     reports = RoundReports(Bytes()).of(0, delta)
     assert [one.texts for one in reports] == [["A"], ["", ""], ["€"], ["\ufffd"]]
     assert [one.drafts for one in reports] == [[], [str(euro[0]), "9"], [], ["8"]]

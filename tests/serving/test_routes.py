@@ -1,15 +1,11 @@
-"""Routes beside generation: pages of other origins, slashes, documentation, probes and counts of
-tokens.
-"""
+"""Routes beside generation: origins, slashes, documentation, probes, counts."""
 
 import httpx
 import jsonschema
-import openai
 import pytest
 
 from peagle_jax.config import ConfigError
 from serving.settings import Settings
-from tests.serving.test_http_errors import refusal
 from tests.waiting import LIMIT
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -96,8 +92,7 @@ def test_the_tokenizer_is_described(http, tokenizer):
 
 
 def test_tokens_of_a_response_are_counted(http, live):
-    url = f"http://{live.http_address}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=LIMIT) as client:
+    with live.openai() as client:
         counted = client.responses.input_tokens.count(model="tiny", input="hello there")
         answer = client.responses.create(model="tiny", input="hello there", max_output_tokens=2)
     assert counted.object == "response.input_tokens"
@@ -130,11 +125,6 @@ def test_the_documentation_describes_the_requests(http):
     page = http.get("/docs")
     assert all(path in page.text for path in found["paths"])
     assert "default-src 'none'" in page.headers["content-security-policy"]
-
-
-def test_an_option_of_other_servers_is_refused_by_its_name(http):
-    error = refusal(http.post("/v1/completions", json={"prompt": "a", "best_of": 2}), 400)
-    assert error["param"] == "best_of"
 
 
 def test_one_token_is_sent_once(server):

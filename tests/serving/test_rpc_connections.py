@@ -8,6 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from serving.frontend import State
 from serving.rpc import guard
 from serving.rpc import health as health_service
 from serving.rpc.server import RpcServer
@@ -26,7 +27,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
 
-def health(address: str) -> int:
+def status_of(address: str) -> int:
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         return stub.Check(
@@ -44,7 +45,7 @@ def test_silent_connections_are_closed_and_make_room(make_engine):
             # Those beyond the limit end at once, the others when their time is up.
             for one in held:
                 read_all(one)
-            assert health(server.address) == SERVING
+            assert status_of(server.address) == SERVING
     finally:
         server.close()
 
@@ -56,12 +57,8 @@ def test_any_time_limit_and_any_queue_are_served(server, seconds, monkeypatch):
     monkeypatch.setattr(server.frontend, "config", config)
 
     async def start_and_stop() -> int:
-        another = RpcServer(
-            server.frontend,
-            handshake_seconds=seconds,
-            idle_seconds=seconds,
-            max_connection_seconds=seconds,
-        )
+        kinds = ("handshake_seconds", "idle_seconds", "max_connection_seconds")
+        another = RpcServer(server.frontend, **dict.fromkeys(kinds, seconds))
         port = await another.start("127.0.0.1", 0)
         await another.stop(0)
         return port
@@ -145,3 +142,57 @@ def test_health_watches_are_bounded(server, monkeypatch):
         code, details = refusals[-1]
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert details.endswith("call Check instead")
+
+
+Status = health_pb2.HealthCheckResponse
+SERVICES = ("", "peagle.v1.Generation")
+
+
+@pytest.fixture
+def own(make_engine):
+    """A server for one test, which may drain it."""
+    with LiveServer(make_engine()) as server:
+        yield server
+
+
+@pytest.fixture
+def health(own):
+    with grpc.insecure_channel(own.address) as channel:
+        yield health_pb2_grpc.HealthStub(channel)
+
+
+def watch(health, service: str):
+    """An open watch that has reported SERVING."""
+    call = health.Watch(health_pb2.HealthCheckRequest(service=service), timeout=LIMIT)
+    assert next(call).status == Status.SERVING
+    return call
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_watcher_sees_the_drain_after_another_watcher_left(own, health, service):
+    staying, leaving = watch(health, service), watch(health, service)
+    leaving.cancel()
+    eventually(lambda: own.server._health._num_watches == 1, "one watch has ended")
+    joining = watch(health, service)
+    own.call(own.server.show, State.DRAINING)
+    assert next(staying).status == next(joining).status == Status.NOT_SERVING
+    own.call(own.server.show, State.SERVING)
+    assert next(staying).status == next(joining).status == Status.SERVING
+
+
+def test_an_unknown_service_is_reported_as_unknown(own, health):
+    request = health_pb2.HealthCheckRequest(service="nobody.Knows")
+    with pytest.raises(grpc.RpcError, match=r"nobody\.Knows") as refused:
+        health.Check(request, timeout=LIMIT)
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    call = health.Watch(request, timeout=LIMIT)
+    assert next(call).status == Status.SERVICE_UNKNOWN
+    call.cancel()
+
+
+def test_open_watches_do_not_delay_the_stop(own, health):
+    """They get the last status first."""
+    calls = [watch(health, service) for service in SERVICES]
+    own.call(own.server.show, State.DRAINING)
+    own.run(own.server.stop(grace=10 * LIMIT))
+    assert [[answer.status for answer in call] for call in calls] == [[Status.NOT_SERVING]] * 2

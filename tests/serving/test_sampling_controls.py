@@ -21,29 +21,12 @@ from serving.rpc.vllm import VllmEngine
 from serving.sampling_messages import GENERATE
 
 FRONTEND = SimpleNamespace(limits=Limits(), config=EngineConfig(), tokenizer=None)
-FIELDS = {
-    "logit_bias": {5: -3.5, 9: 100.0},
-    "allowed_token_ids": (7, 5, 9),
-    "bad_words": ("no", " never"),
-    "min_tokens": 7,
-    "repetition_penalty": 1.25,
-    "frequency_penalty": -0.5,
-    "presence_penalty": 2.0,
-    "ignore_eos": True,
-    "stop_ids": (5, 6),
-    "max_tokens": 98,
-    "temperature": 0.75,
-    "top_k": 3,
-    "top_p": 0.5,
-    "min_p": 0.25,
-    "seed": 11,
-    "stop": ("a", "b"),
-    "include_stop_str_in_output": True,
-    "skip_special_tokens": False,
-    "logprobs": 2,
-    "prompt_logprobs": 1,
-    "num_speculative_tokens": 2,
-}
+FIELDS = dict(logit_bias={5: -3.5, 9: 100.0}, allowed_token_ids=(7, 5, 9), min_tokens=7, seed=11)
+FIELDS |= dict(bad_words=("no", " never"), ignore_eos=True, stop_ids=(5, 6), stop=("a", "b"))
+FIELDS |= dict(repetition_penalty=1.25, frequency_penalty=-0.5, presence_penalty=2.0, top_k=3)
+FIELDS |= dict(temperature=0.75, top_p=0.5, min_p=0.25, logprobs=2, prompt_logprobs=1)
+FIELDS |= dict(include_stop_str_in_output=True, skip_special_tokens=False, max_tokens=98)
+FIELDS |= dict(num_speculative_tokens=2)
 
 
 def as_json(name: str, value: object) -> object:

@@ -1,42 +1,28 @@
-"""Constraints on every interface: OpenAI's client, HTTP by hand, both gRPC services, both command
-lines.
-"""
+"""Constraints on every interface: HTTP, both gRPC services, the command line."""
 
 import json
 import re
 
 import grpc
-import openai
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from peagle_jax import Engine
 from serving.client import main as client_main
-from serving.protos import peagle_v1_pb2, peagle_v1_pb2_grpc
+from serving.protos import peagle_v1_pb2
 from tests import tiny
-from tests.json_vocabulary import BEGIN_THINK, END, END_THINK, json_tokenizer
+from tests.json_vocabulary import END, END_THINK, json_tokenizer
 from tests.programs import OneBucketConfig
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT
 
-SIZES = dict(
-    num_draft=3,
-    max_num_seqs=4,
-    max_model_len=192,
-    page_size=4,
-    prefill_chunk=16,
-    max_logprobs=3,
-    max_waiting=64,
-)
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "on": {"type": "boolean"},
-        "n": {"type": "integer", "maximum": 99, "minimum": 0},
-    },
-    "required": ["on", "n"],
-    "additionalProperties": False,
+SIZES = dict(num_draft=3, max_num_seqs=4, max_model_len=192, page_size=4, prefill_chunk=16)
+PROPERTIES = {
+    "on": {"type": "boolean"},
+    "n": {"type": "integer", "maximum": 99, "minimum": 0},
 }
+SCHEMA = {"type": "object", "properties": PROPERTIES, "required": ["on", "n"]}
+SCHEMA["additionalProperties"] = False
 BAD_SCHEMA = {"type": "array", "uniqueItems": True}
 
 
@@ -45,23 +31,14 @@ def live(tmp_path_factory):
     tokenizer = json_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     target = tiny.target(eos_ids=(tokenizer.added[END],))
     engine = Engine(target, tiny.head(), OneBucketConfig(**SIZES), tokenizer=tokenizer)
-    server = LiveServer(engine, http=True)
-    yield server
-    server.close()
+    with LiveServer(engine, http=True) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def client(live):
-    address = f"http://{live.http_address}/v1"
-    with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=LIMIT) as made:
+    with live.openai() as made:
         yield made
-
-
-def direct(server: LiveServer) -> dict:
-    """A bias against reasoning and white space, in which a random model would get lost."""
-    tokenizer = server.engine.tokenizer
-    unwanted = [tokenizer.added[BEGIN_THINK], *tokenizer.encode(" "), *tokenizer.encode("\n")]
-    return dict(logit_bias={str(token): -100 for token in unwanted})
 
 
 def messages() -> list[dict]:
@@ -75,44 +52,26 @@ def valid(text: str) -> bool:
     return len(content) == 2
 
 
-def test_openais_client_streams_a_json_object(server, client):
-    stream = client.chat.completions.create(
-        model="tiny",
-        messages=messages(),
-        response_format={"type": "json_object"},
-        max_tokens=20,
-        temperature=1,
-        seed=3,
-        stream=True,
-        **direct(server),
-    )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
-    assert text.startswith("{")
+def of_format(**schema) -> dict:
+    """`response_format` with the kind json_schema."""
+    return dict(response_format={"type": "json_schema", "json_schema": schema})
+
+
+def outputs(**fields) -> dict:
+    return dict(structured_outputs=fields)
 
 
 CONSTRAINTS = [
+    (of_format(name="s", schema=SCHEMA), valid),
+    (outputs(json=json.dumps(SCHEMA)), valid),
     (
-        dict(
-            response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
-        ),
-        valid,
-    ),
-    (dict(structured_outputs={"json": SCHEMA}), valid),
-    (dict(structured_outputs={"json": json.dumps(SCHEMA)}), valid),
-    (
-        dict(structured_outputs={"json": SCHEMA, "disable_any_whitespace": True}),
+        outputs(json=SCHEMA, disable_any_whitespace=True),
         lambda t: valid(t) and not re.search(r"\s", t),
     ),
-    (
-        dict(structured_outputs={"json": SCHEMA, "whitespace_pattern": "[ ]?"}),
-        lambda t: valid(t) and "\n" not in t,
-    ),
-    (dict(structured_outputs={"regex": "[a-c]{2}-[0-9]"}), re.compile("[a-c]{2}-[0-9]").fullmatch),
-    (dict(structured_outputs={"choice": ["left", "right"]}), ["left", "right"].__contains__),
-    (
-        dict(structured_outputs={"grammar": 'root ::= "x" [0-9] "y"'}),
-        re.compile("x[0-9]y").fullmatch,
-    ),
+    (outputs(json=SCHEMA, whitespace_pattern="[ ]?"), lambda t: valid(t) and "\n" not in t),
+    (outputs(regex="[a-c]{2}-[0-9]"), re.compile("[a-c]{2}-[0-9]").fullmatch),
+    (outputs(choice=["left", "right"]), ["left", "right"].__contains__),
+    (outputs(grammar='root ::= "x" [0-9] "y"'), re.compile("x[0-9]y").fullmatch),
 ]
 
 
@@ -136,14 +95,8 @@ def test_reasoning_before_an_answer_is_free_in_chats_only(server, http):
     """A bias makes the markers likely; a completion may not contain them."""
     end = server.engine.tokenizer.added[END_THINK]
     begin = end - 1
-    body = dict(
-        max_tokens=150,
-        temperature=1,
-        seed=2,
-        structured_outputs={"json": SCHEMA},
-        logit_bias={str(begin): 50, str(end): 3},
-        return_token_ids=True,
-    )
+    body = dict(max_tokens=150, temperature=1, seed=2, return_token_ids=True)
+    body |= outputs(json=SCHEMA) | dict(logit_bias={str(begin): 50, str(end): 3})
     answer = http.post("/v1/chat/completions", json=body | dict(messages=messages()))
     assert answer.status_code == 200, answer.text
     chat = answer.json()
@@ -157,48 +110,29 @@ def test_reasoning_before_an_answer_is_free_in_chats_only(server, http):
     assert plain["text"].startswith("{")
 
 
+JSON_OBJECT = dict(response_format={"type": "json_object"})
+OF_FORMAT = "response_format.json_schema"
 REFUSED = [
     (dict(response_format={"type": "yaml"}), "response_format.type"),
+    (JSON_OBJECT | dict(n=10**9, temperature=1), "n"),  # a matcher for each
+    (dict(response_format={"type": "json_schema"}), OF_FORMAT),
+    (of_format(name="x"), OF_FORMAT),
+    (of_format(schema=5), f"{OF_FORMAT}.schema"),
+    (of_format(schema=BAD_SCHEMA), f"{OF_FORMAT}.schema"),
+    (outputs(json="{"), "structured_outputs.json"),
+    (outputs(regex="(a"), "structured_outputs.regex"),
+    (outputs(choice=[]), "structured_outputs.choice"),
+    (outputs(choice=[1]), "structured_outputs.choice"),
+    (outputs(grammar="?"), "structured_outputs.grammar"),
+    (outputs(structural_tag="{}"), "structured_outputs.structural_tag"),
+    (outputs(json={}, regex="a"), "structured_outputs.regex"),
+    (outputs(json={}, whitespace_pattern="("), "structured_outputs.json"),
     (
-        dict(response_format={"type": "json_object"}, n=10**9, temperature=1),
-        "n",
-    ),  # a matcher for each
-    (dict(response_format={"type": "json_schema"}), "response_format.json_schema"),
-    (
-        dict(response_format={"type": "json_schema", "json_schema": {"name": "x"}}),
-        "response_format.json_schema",
-    ),
-    (
-        dict(response_format={"type": "json_schema", "json_schema": {"schema": 5}}),
-        "response_format.json_schema.schema",
-    ),
-    (
-        dict(response_format={"type": "json_schema", "json_schema": {"schema": BAD_SCHEMA}}),
-        "response_format.json_schema.schema",
-    ),
-    (dict(structured_outputs={"json": "{"}), "structured_outputs.json"),
-    (dict(structured_outputs={"regex": "(a"}), "structured_outputs.regex"),
-    (dict(structured_outputs={"choice": []}), "structured_outputs.choice"),
-    (dict(structured_outputs={"choice": [1]}), "structured_outputs.choice"),
-    (dict(structured_outputs={"grammar": "?"}), "structured_outputs.grammar"),
-    (dict(structured_outputs={"structural_tag": "{}"}), "structured_outputs.structural_tag"),
-    (dict(structured_outputs={"json": {}, "regex": "a"}), "structured_outputs.regex"),
-    (dict(structured_outputs={"json": {}, "whitespace_pattern": "("}), "structured_outputs.json"),
-    (
-        dict(
-            structured_outputs={
-                "json": {},
-                "whitespace_pattern": " ",
-                "disable_any_whitespace": True,
-            }
-        ),
+        outputs(json={}, whitespace_pattern=" ", disable_any_whitespace=True),
         "structured_outputs.whitespace_pattern",
     ),
-    (
-        dict(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}),
-        "structured_outputs.regex",
-    ),
-    (dict(structured_outputs={"regex": "a"}, min_tokens=3), "min_tokens"),
+    (outputs(regex="a") | JSON_OBJECT, "structured_outputs.regex"),
+    (outputs(regex="a") | dict(min_tokens=3), "min_tokens"),
     (dict(guided_json={}), "guided_json"),
 ]
 
@@ -241,16 +175,14 @@ def test_peagles_service_obeys(server, fields, check):
         stopping=peagle_v1_pb2.Stopping(max_tokens=60),
         sampling=peagle_v1_pb2.Sampling(temperature=1, seed=1),
     )
-    with grpc.insecure_channel(server.address) as channel:
-        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+    with server.peagle() as stub:
         answer = stub.GenerateOnce(request, timeout=LIMIT)
         assert check(answer.sequences[0].text)
         request.structured.choice.texts.extend(["only"])
         assert stub.GenerateOnce(request, timeout=LIMIT).sequences[0].text == "only"
         request.structured.regex = "(a"
-        with pytest.raises(
-            grpc.RpcError, match=r"structured\.regex: .*not a regular expression: unclosed"
-        ):
+        said = r"structured\.regex: .*not a regular expression: unclosed"
+        with pytest.raises(grpc.RpcError, match=said):
             stub.GenerateOnce(request, timeout=LIMIT)
 
 

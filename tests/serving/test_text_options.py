@@ -1,6 +1,4 @@
-"""Options of a request that decide what its text has: stop strings, special tokens, what comes
-before and after.
-"""
+"""Options that decide what a text has: stop strings, special tokens, its two ends."""
 
 import httpx
 import pytest

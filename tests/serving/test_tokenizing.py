@@ -14,7 +14,7 @@ from peagle_jax import SamplingParams
 from serving.bounded_pool import BoundedPool
 from serving.errors import Code, ServiceError
 from serving.limits import Limits
-from serving.protos import open_inference_pb2, peagle_v1_pb2_grpc, vllm_engine_pb2
+from serving.protos import open_inference_pb2, vllm_engine_pb2
 from serving.protos import peagle_v1_pb2 as pb
 from serving.rpc import open_inference, vllm
 from serving.stream import Ask
@@ -31,9 +31,7 @@ LONGEST = 96 * 2  # characters: tokens of the model's length, and characters of 
 
 
 def test_other_threads_run_while_a_text_is_tokenised(tokenizer):
-    """No thread is interrupted here, so another one takes a step only where the global lock is
-    released.
-    """
+    """No thread is interrupted: another one takes a step only where the lock is released."""
     steps, is_done = 0, threading.Event()
 
     def count():
@@ -283,9 +281,7 @@ PROMPTS = {
 
 @pytest.fixture
 def hurried(make_engine):
-    """A server whose only tokenizer thread is busy until the test releases it, and its
-    tokenizer.
-    """
+    """A server whose only tokenizer thread is busy until released, and its tokenizer."""
     held = Held()
     limits = Limits(max_request_seconds=0.3, tokenizer_threads=1)
     server = LiveServer(make_engine(), http=True, limits=limits)
@@ -300,8 +296,7 @@ def hurried(make_engine):
 def test_time_in_the_tokenizer_counts_towards_the_limit_of_a_request(hurried, kind):
     """That of the text that is tokenised, and that of the text that waits."""
     server, held = hurried
-    with grpc.insecure_channel(server.address) as channel:
-        stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+    with server.peagle() as stub:
         calls = [stub.GenerateOnce.future(pb.GenerateRequest(**PROMPTS[kind])) for _ in range(2)]
         for call in calls:
             error = call.exception(timeout=LIMIT)
@@ -312,16 +307,6 @@ def test_time_in_the_tokenizer_counts_towards_the_limit_of_a_request(hurried, ki
         f"http://{server.http_address}/v1/completions", json={"prompt": "a" * 5000}, timeout=LIMIT
     )
     assert answer.status_code == 504
-
-
-def test_time_in_the_tokenizer_counts_in_a_stream_of_requests(hurried):
-    server, _ = hurried
-    with grpc.insecure_channel(server.address) as channel:
-        call = channel.stream_stream(STREAM, response_deserializer=RESPONSE)
-        answers = list(call(iter([infer("a" * 5000).SerializeToString()] * 2), timeout=LIMIT))
-    assert len(answers) == 2
-    for answer in answers:
-        assert answer.error_message.startswith("DEADLINE_EXCEEDED: the time was up after")
 
 
 def test_the_time_of_a_streams_request_begins_with_its_message(server, monkeypatch):
@@ -394,18 +379,32 @@ def test_closing_waits_for_the_thread_that_loads_the_chat_template(make_engine, 
     assert waits == ["waits", "template loaded"]
 
 
-def test_the_event_loop_goes_on_while_long_texts_are_tokenised(server, monkeypatch):
-    """Health is asked over a connection of its own, many times within one long text."""
-    held = Held()
-    monkeypatch.setattr(server.frontend, "_encoder", Encoder(held, Limits(), max_model_len=1 << 20))
-    with httpx.Client(base_url=f"http://{server.http_address}", timeout=SECONDS) as http:
-        asking = threading.Thread(target=call, args=(server, "/v1/completions", "a" * 5000))
-        asking.start()  # its token is beyond the vocabulary
-        server.run(soon(lambda: held.running == 1))
-        assert [http.get("/health").status_code for _ in range(20)] == [200] * 20
-        with grpc.insecure_channel(server.address) as channel:
-            stub = peagle_v1_pb2_grpc.GenerationStub(channel)
-            assert stub.GetStats(pb.GetStatsRequest(), timeout=SECONDS).state == "serving"
-        assert held.running == 1
-        held.released.set()
-        asking.join(SECONDS)
+SECONDS = 60  # limit of every wait
+
+
+def test_names_of_many_tokens_are_made_outside_of_the_event_loop(tokenizer):
+    async def names(tokens):
+        threads = set()
+        encoder = Encoder(Watched(tokenizer, threads), Limits(), max_model_len=96)
+        found = await asyncio.wait_for(encoder.names(tokens, field="tokens"), SECONDS)
+        encoder.close()
+        await encoder.wait_closed(SECONDS)
+        return found, threads
+
+    for tokens, is_elsewhere in (([1, 2], False), ([1, 2] * 5000, True)):
+        found, threads = asyncio.run(names(tokens))
+        assert found == [tokenizer.name_of(token) for token in tokens]
+        assert len(threads) == 1
+        assert (threads != {threading.get_ident()}) == is_elsewhere
+
+
+class Watched:
+    """A tokenizer that notes the threads in which tokens are named."""
+
+    def __init__(self, tokenizer, threads: set[int]):
+        self._tokenizer, self._threads = tokenizer, threads
+        self.longest_token = tokenizer.longest_token
+
+    def name_of(self, token: int) -> str:
+        self._threads.add(threading.get_ident())
+        return self._tokenizer.name_of(token)

@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 
+from peagle_jax import ConfigError
 from peagle_jax.cli.model_folders import embedded
 from peagle_jax.engine.structured.grammar import Grammars
 from peagle_jax.structured import Structured
@@ -17,54 +18,44 @@ from serving.http.tools import ToolFields
 from serving.limits import Limits
 from serving.replies.formats import FORMATS
 from serving.replies.parser import Replies, Reply
-from serving.replies.parts import ToolCall
 from serving.settings import Settings, reply_format_of
 from tests.serving.scripted import END, TEMPLATE, make_tokenizer
+from tests.serving.test_harmony import SPECIAL
 
-PARAMETERS = {
-    "type": "object",
-    "properties": {
-        "text": {"type": "string"},
-        "line": {"type": "integer"},
-        "mode": {"enum": ["r", "w"]},
-    },
-    "required": ["line"],
-    "additionalProperties": False,
+PROPERTIES = {
+    "text": {"type": "string"},
+    "line": {"type": "integer"},
+    "mode": {"enum": ["r", "w"]},
 }
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["line"]}
+PARAMETERS["additionalProperties"] = False
 TOOLS = [
     {"type": "function", "function": {"name": "edit", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "stop"}},
 ]
 EDIT = '{"name": "edit", "arguments": {"text": "é\\n</x>", "line": 3}}'
-HARMONY = [
-    "<|start|>",
-    "<|channel|>",
-    "<|message|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|constrain|>",
-]
+HARMONY = [f"<|{name}|>" for name in SPECIAL]
 ARGUMENTS = '{"text": "é\\n</x>", "line": 3}'
+TO_EDIT = f"commentary to=functions.edit <|constrain|>json<|message|>{ARGUMENTS}"
+of_qwen = lambda call: f"<tool_call>\n{call}\n</tool_call>"
+of_coder = lambda name, *given: (
+    f"<tool_call>\n<function={name}>\n"
+    + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given)
+    + "</function>\n</tool_call>"
+)
 CASES = {
     "qwen3": (
-        [
-            f"<tool_call>\n{EDIT}\n</tool_call>",
-            f'<tool_call>\n{EDIT}\n</tool_call>\n<tool_call>\n{{"name": "stop", "arguments": {{}}}}\n</tool_call>',
-        ],
+        [of_qwen(EDIT), f"{of_qwen(EDIT)}\n{of_qwen('''{"name": "stop", "arguments": {}}''')}"],
         [
             "Hi",
-            f"<tool_call>\n{EDIT.replace('edit', 'other')}\n</tool_call>",
+            of_qwen(EDIT.replace("edit", "other")),
             f"<tool_call>\n{EDIT.replace('3', 'x')}",
             EDIT,
         ],
     ),
     "llama3": ([EDIT.replace("arguments", "parameters")], ["Hi", EDIT]),
     "qwen3-coder": (
-        [
-            "<tool_call>\n<function=edit>\n<parameter=line>\n3\n</parameter>\n<parameter=text>\né\n</x>\n</parameter>\n</function>\n</tool_call>",
-            "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
-        ],
+        [of_coder("edit", ("line", 3), ("text", "é\n</x>")), of_coder("stop")],
         [
             "Hi",
             "<tool_call>\n<function=edit>\n</function>",
@@ -73,9 +64,8 @@ CASES = {
     ),
     "harmony": (
         [
-            f"<|channel|>commentary to=functions.edit <|constrain|>json<|message|>{ARGUMENTS}",
-            "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary "
-            f"to=functions.edit <|constrain|>json<|message|>{ARGUMENTS}",
+            f"<|channel|>{TO_EDIT}",
+            f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>{TO_EDIT}",
         ],
         ["Hi", "<|channel|>final<|message|>Hi", "<|channel|>commentary to=functions.other"],
     ),
@@ -83,9 +73,7 @@ CASES = {
 
 
 def admitted(tokenizer, name: str, tools: list[dict], **how):
-    """The replies of a format, and a function that says whether their grammar admits a
-    whole text.
-    """
+    """The replies of a format, and a function: does their grammar admit a whole text?"""
     replies, end = Replies(tokenizer, name), tokenizer.special_id(END)
     constraint = replies.calls(tools, is_parallel=True, **how)
     grammars = Grammars(tokenizer, tokenizer.vocab_size, [end])
@@ -108,24 +96,17 @@ def test_the_grammar_of_a_format_admits_its_calls_and_nothing_else(name, tmp_pat
         parser = replies.parsers(Reply([1], True, TOOLS))()
         tokens = tokenizer.encode(text + ("<|call|>" if name == "harmony" else ""))
         parsed = parser.add(tokens) + parser.finish()
-        first = ToolCall("edit", ARGUMENTS)
         assert parsed.text == ""
         assert parsed.calls[0].name in ("edit", "stop")
-        assert json.loads(parsed.calls[0].arguments) in (json.loads(first.arguments), {})
+        assert json.loads(parsed.calls[0].arguments) in (json.loads(ARGUMENTS), {})
     for text in refused:
         assert not consumed(text), text
 
 
 TEXTS = {
-    "qwen3": (
-        ["", "Hi {", "a < b", "Hi\n{0}", "{0} and {1}."],
-        ["Hi {2}", "{1}{2}", "<tool_call>Hi"],
-    ),
+    "qwen3": (["Hi {", "a < b", "Hi\n{0}", "{0} and {1}."], ["{1}{2}", "<tool_call>Hi"]),
     "llama3": (["", "Hi {", "a < b", "{0}"], ["{2}", "{"]),
-    "qwen3-coder": (
-        ["", "Hi {", "a < b", "Hi\n{0}", "{0}{1}"],
-        ["{2}", "Hi {3}", "<function=other>"],
-    ),
+    "qwen3-coder": (["Hi {", "a < b", "Hi\n{0}", "{0}{1}"], ["{2}", "Hi {3}", "<function=other>"]),
     "harmony": (
         [
             "{0}",
@@ -136,8 +117,7 @@ TEXTS = {
         ["Hi", "<|channel|>commentary to=functions.edit <|constrain|>json<|message|>{}"],
     ),
 }
-"""Texts that may have calls: 0 and 1 are the accepted calls of `CASES`, 2 and on its refused ones.
-"""
+"""Texts that may have calls: 0 and 1 are the accepted ones of `CASES`, others its refused."""
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -200,13 +180,8 @@ def modes(name: str) -> dict:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-CHAT = dict(
-    model="tiny",
-    seed=1,
-    tools=[modes("open"), modes("close")],
-    messages=[{"role": "user", "content": "a"}],
-    max_tokens=400,
-)
+CHAT = dict(model="tiny", seed=1, max_tokens=400, messages=[{"role": "user", "content": "a"}])
+CHAT["tools"] = [modes("open"), modes("close")]
 
 
 @pytest.mark.sampled(2, slow=1)
@@ -253,9 +228,8 @@ def test_strict_functions_are_taken_by_every_route(client, route):
     function = modes("open")["function"]
     if route == "responses":
         tool = {"type": "function", "strict": True, **function}
-        answer = client.responses.create(
-            model="tiny", input="a", tools=[tool], max_output_tokens=40, temperature=1
-        )
+        options = dict(model="tiny", max_output_tokens=40, temperature=1)
+        answer = client.responses.create(input="a", tools=[tool], **options)
         assert answer.status in ("completed", "incomplete")
     elif route == "messages":
         schema = {"name": "open", "input_schema": function["parameters"], "strict": True}
@@ -266,6 +240,16 @@ def test_strict_functions_are_taken_by_every_route(client, route):
         choice = client.chat.completions.create(**CHAT | dict(tools=tools)).choices[0]
         for call in choice.message.tool_calls or ():
             json.loads(call.function.arguments)
+
+
+def go(form: str, **values: str) -> str:
+    """A call of `go`; values are JSON, and text where the format has no JSON."""
+    if form == "qwen3-coder":
+        return of_coder("go", *((key, value.strip('"')) for key, value in values.items()))
+    key = "parameters" if form == "llama3" else "arguments"
+    arguments = ", ".join(f'"{name}": {value}' for name, value in values.items())
+    call = f'{{"name": "go", "{key}": {{{arguments}}}}}'
+    return call if form == "llama3" else of_qwen(call)
 
 
 SHARED = {"Point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}}
@@ -279,16 +263,8 @@ def test_references_of_a_tools_schema_are_found_within_a_call(form, name, tmp_pa
     schema = {"type": "object", "properties": {"at": at}, "required": ["at"], name: SHARED}
     tools = [{"type": "function", "function": {"name": "go", "parameters": schema}}]
     _, consumed = admitted(tokenizer, form.name, tools, must_call=True)
-    key = "parameters" if form.name == "llama3" else "arguments"
-    call = '{{"name": "go", "KEY": {{"at": {{"x": {0}}}}}}}'.replace("KEY", key)
-    whole = {
-        "qwen3": f"<tool_call>\n{call}\n</tool_call>",
-        "llama3": call,
-        "qwen3-coder": '<tool_call>\n<function=go>\n<parameter=at>\n{{"x": '
-        "{0}}}\n</parameter>\n</function>\n</tool_call>",
-    }[form.name]
-    assert consumed(whole.format(5))
-    assert not consumed(whole.format('"a"'))
+    assert consumed(go(form.name, at='{"x": 5}'))
+    assert not consumed(go(form.name, at='{"x": "a"}'))
 
 
 @pytest.mark.parametrize("form", [one for one in FORMATS if one.grammars], ids=lambda one: one.name)
@@ -301,18 +277,10 @@ def test_references_to_parts_of_a_tools_schema_point_into_the_call(form, w, tmp_
     schema["properties"]["next"] = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
     tools = [{"type": "function", "function": {"name": "go", "parameters": schema}}]
     _, consumed = admitted(tokenizer, form.name, tools, must_call=True)
-    key = "parameters" if form.name == "llama3" else "arguments"
-    call = '{{"name": "go", "KEY": {{"W": {0}, "next": {1}}}}}'
-    call = call.replace("KEY", key).replace("W", w)
-    xml = f"<parameter={w}>\n{{0}}\n</parameter>\n<parameter=next>\n{{1}}\n</parameter>\n"
-    whole = {
-        "qwen3": f"<tool_call>\n{call}\n</tool_call>",
-        "llama3": call,
-        "qwen3-coder": f"<tool_call>\n<function=go>\n{xml}</function>\n</tool_call>",
-    }[form.name]
-    assert consumed(whole.format(5, f'{{"{w}": 6, "next": null}}'))
-    assert not consumed(whole.format('"a"', "null"))
-    assert not consumed(whole.format(5, '{"name": "go"}'))
+    whole = lambda value, rest: go(form.name, **{w: value, "next": rest})
+    assert consumed(whole("5", f'{{"{w}": 6, "next": null}}'))
+    assert not consumed(whole('"a"', "null"))
+    assert not consumed(whole("5", '{"name": "go"}'))
 
 
 @pytest.mark.parametrize("form", [one for one in FORMATS if one.grammars], ids=lambda one: one.name)
@@ -321,14 +289,7 @@ def test_a_function_without_a_schema_takes_any_arguments(form, tmp_path):
     tokenizer = make_tokenizer(tmp_path, TEMPLATE)
     tools = [{"type": "function", "function": {"name": "go"}}]
     _, consumed = admitted(tokenizer, form.name, tools, must_call=True)
-    key = "parameters" if form.name == "llama3" else "arguments"
-    call = '{"name": "go", "KEY": {"at": "Rome"}}'.replace("KEY", key)
-    whole = {
-        "qwen3": f"<tool_call>\n{call}\n</tool_call>",
-        "llama3": call,
-        "qwen3-coder": "<tool_call>\n<function=go>\n<parameter=at>\nRome\n</parameter>\n</function>\n</tool_call>",
-    }[form.name]
-    assert consumed(whole)
+    assert consumed(go(form.name, at='"Rome"'))
 
 
 @pytest.mark.parametrize(
@@ -360,3 +321,79 @@ def test_the_embedded_model_takes_tools():
     assert text == "a\nb"
     assert reply_format_of(Settings(reply_format="none"), tokenizer) == "none"
     assert reply_format_of(Settings(), None) == "auto"
+
+
+FORMS = [one.name for one in FORMATS if one.grammars] + ["harmony"]
+
+
+def function(parameters: dict, name: str = "go", **others) -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": parameters} | others}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"type": "string"}, {"type": ["string", "null"]}, {"anyOf": [{"type": "array"}]}],
+    ids=str,
+)
+@pytest.mark.parametrize("choice", ["required", "named", "strict"])
+def test_a_function_whose_arguments_are_no_object_is_refused_by_its_place(
+    client, parameters, choice
+):
+    tools = [modes("open"), function(parameters, strict=choice == "strict")]
+    named = {"type": "function", "function": {"name": "go"}}
+    options = {"required": "required", "named": named, "strict": "auto"}
+    with pytest.raises(openai.BadRequestError, match=r"must have the type \"object\"") as caught:
+        client.chat.completions.create(
+            **CHAT | dict(tools=tools, tool_choice=options[choice], max_tokens=1)
+        )
+    assert caught.value.param == "tools[1].function.parameters"
+    client.chat.completions.create(**CHAT | dict(tools=tools[:1], max_tokens=1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_arguments_are_an_object_where_a_schema_allows_more(form, tmp_path):
+    special = HARMONY if form == "harmony" else ()
+    tokenizer = make_tokenizer(tmp_path, TEMPLATE, special=special)
+    _, consumed = admitted(
+        tokenizer, form, [function({"type": ["null", "object"]})], must_call=True
+    )
+    whole = {
+        "qwen3": '<tool_call>\n{{"name": "go", "arguments": {0}}}\n</tool_call>',
+        "llama3": '{{"name": "go", "parameters": {0}}}',
+        "harmony": "<|channel|>commentary to=functions.go <|constrain|>json<|message|>{0}",
+    }
+    if form in whole:
+        assert consumed(whole[form].format('{"a": 1}'))
+        assert not consumed(whole[form].format("null"))
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "integer", "maximum": 2**60}, "/maximum: 1152921504606846976 cannot be held"),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_schema_that_cannot_be_enforced_is_named_by_its_function(form, part, reason, tmp_path):
+    special = HARMONY if form == "harmony" else ()
+    tokenizer = make_tokenizer(tmp_path, TEMPLATE, special=special)
+    tools = [modes("open"), function({"type": "object", "properties": {"a": part}})]
+    for must_call in (True, False):
+        _, consumed = admitted(tokenizer, form, tools, must_call=must_call)
+        with pytest.raises(ConfigError) as caught:
+            consumed("")
+        assert caught.value.rule.startswith("parameters of go: "), caught.value.rule
+        assert reason in caught.value.rule
+
+
+def test_names_and_values_in_calls_may_have_any_character(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, TEMPLATE)
+    properties = {"a\x7f": {"enum": ["b\x7f", 'c"']}}
+    tools = [function({"properties": properties, "required": ["a\x7f"]})]
+    _, consumed = admitted(tokenizer, "qwen3-coder", tools, must_call=True)
+    text = (
+        "<tool_call>\n<function=go>\n<parameter=a\x7f>\n{}\n</parameter>\n</function>\n</tool_call>"
+    )
+    assert consumed(text.format("b\x7f"))
+    assert not consumed(text.format("b"))
