@@ -29,6 +29,7 @@ from peagle_jax.checkpoint.safetensors import (
     Checkpoint,
     CheckpointError,
     Headers,
+    NamedArrays,
     entry,
 )
 from peagle_jax.checkpoint.transforms import IN_ORDER, Copy, Merge
@@ -277,7 +278,7 @@ def open_checkpoint(folder: str | FilePath) -> Checkpoint | Converted:
     return Converted(folder) if is_converted(folder) else Checkpoint(folder)
 
 
-def joined(checkpoint: Checkpoint | Converted, rule: Rule) -> np.ndarray:
+def joined(checkpoint: Checkpoint | Converted | NamedArrays, rule: Rule) -> np.ndarray:
     """The parameter of `rule`: read from a converted folder, or fused here from the source tensors.
 
     Raises:

@@ -13,7 +13,10 @@ from flax import nnx
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from pallas_kernels import dispatch, formats
+from peagle_jax.checkpoint.gguf_file import is_gguf
+from peagle_jax.checkpoint.hub import resolve
 from peagle_jax.checkpoint.layout import FLOATS, FP8, PACKED
+from peagle_jax.checkpoint.loader import load_like
 from peagle_jax.checkpoint.values import MXFP4_NAN
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.devices import Devices
@@ -25,6 +28,28 @@ from peagle_jax.models.weight_order import arrange_weights
 Weights = nnx.Module | Mapping | str | Path | Iterable[tuple[str, Any]]
 """A model: a module, a pytree of its parameters (`nnx.state` of it, or dicts of arrays with the
 same names), a folder, or arrays with their Hugging Face names."""
+
+
+def is_stored(weights: Weights) -> bool:
+    """Whether they have the names of a checkpoint: a folder, or arrays with Hugging Face names."""
+    if isinstance(weights, Mapping):
+        return all(hasattr(array, "shape") for array in weights.values())
+    return not isinstance(weights, nnx.Module) and isinstance(weights, Iterable | Path)
+
+
+def loaded(weights: Weights, like: nnx.Module, target: TargetConfig, devices: Devices):
+    """The model of weights that are stored, in arrays of its own.
+
+    Args:
+      target: as of `loader.load_like`, which says what is raised.
+    """
+    if isinstance(weights, Mapping):
+        weights = weights.items()
+    elif isinstance(weights, str | Path) and is_gguf(weights):
+        weights = resolve(str(weights))[0]
+    model = load_like(weights, like, target, devices)
+    arrange_weights(model, in_tiles=_has_tiles(_by_name(like)), frees=True)
+    return model
 
 
 def arranged(weights: Weights, like: nnx.Module, devices: Devices, *, frees: bool) -> nnx.Module:
@@ -59,8 +84,7 @@ def arranged(weights: Weights, like: nnx.Module, devices: Devices, *, frees: boo
             params[scale].set_value(_moved(numbers, devices))
         params[name].set_value(value if is_placed else _moved(value, devices))
     model = devices.placed(model)
-    in_tiles = any(kind == "fp8_tiles" for kind in _kinds(own).values())
-    arrange_weights(model, in_tiles=in_tiles, frees=frees)
+    arrange_weights(model, in_tiles=_has_tiles(own), frees=frees)
     return model
 
 
@@ -84,6 +108,10 @@ def _kinds(own: dict[str, Any]) -> dict[str, formats.Kind]:
     return {
         name: formats.kind(own[name], own[scale]) for name, scale in scales.items() if scale in own
     }
+
+
+def _has_tiles(own: dict[str, Any]) -> bool:
+    return "fp8_tiles" in _kinds(own).values()
 
 
 def _is_on(found: dict[str, Any], devices: Devices) -> bool:

@@ -5,10 +5,10 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,18 @@ from peagle_jax.checkpoint.checked import checked_head, checked_target, naming
 from peagle_jax.checkpoint.converted import Converted, joined, open_checkpoint
 from peagle_jax.checkpoint.fields import named, read_config
 from peagle_jax.checkpoint.head_json import head_json, head_unread_keys, speculators_json
-from peagle_jax.checkpoint.layout import Layout, Rule
+from peagle_jax.checkpoint.layout import FP8, Layout, Rule
 from peagle_jax.checkpoint.lora import Adapter
-from peagle_jax.checkpoint.safetensors import Checkpoint, CheckpointError, TensorInfo, write
+from peagle_jax.checkpoint.safetensors import (
+    Checkpoint,
+    CheckpointError,
+    NamedArrays,
+    TensorInfo,
+    write,
+)
 from peagle_jax.checkpoint.streaming import stream
 from peagle_jax.checkpoint.tables import (
+    as_tied,
     head_layout,
     head_tensors,
     target_layout,
@@ -60,7 +67,7 @@ def _owner(module: nnx.Module, rule: Rule) -> nnx.Module:
 def _fill(
     module: nnx.Module,
     layout: Layout,
-    checkpoint: Checkpoint | Converted,
+    checkpoint: Checkpoint | Converted | NamedArrays,
     dtype: str,
     quantization: Quantization | None,
     devices: Devices,
@@ -79,7 +86,7 @@ def _fill(
             params[rule.path].set_value(value)
         return value
 
-    if quantization or adapter is not None or isinstance(checkpoint, Converted):
+    if quantization or adapter is not None or not isinstance(checkpoint, Checkpoint):
         rules = (dtype, quantization, adapter)
         _fill_joined(module.config, layout, checkpoint, *rules, devices, keep)
         return
@@ -237,6 +244,42 @@ def load_head(
         head = nnx.eval_shape(lambda: DraftHead(config, dtype=dtype, rngs=nnx.Rngs(0)))
         _fill(head, layout, checkpoint, dtype, None, devices)
     return head
+
+
+def load_like(
+    source: str | Path | Iterable[tuple[str, Any]],
+    like: Decoder | DraftHead,
+    target: TargetConfig,
+    devices: Devices = ONE_DEVICE,
+) -> Decoder | DraftHead:
+    """Another model of the class of `like`, of its dtype, quantised if it is.
+
+    Args:
+      source: a folder as of `load_target` and `load_head`, or arrays with the names of its tensors.
+      target: of which `like` is the model or a head.
+      devices: as in `load_target`.
+    Raises:
+      CheckpointError: as of `load_target` and `load_head`.
+    """
+    is_target = isinstance(like, Decoder)
+    if isinstance(source, str | Path):
+        folder = Path(source)
+        checkpoint = open_checkpoint(folder)
+        if is_target:
+            config, layout = checked_target(folder, checkpoint)
+        else:
+            config, layout = checked_head(folder, checkpoint, target, like.config.taps or None)
+    else:
+        checkpoint = NamedArrays(source)
+        config = as_tied(like.config, checkpoint) if is_target else like.config
+        layout = (target_layout if is_target else head_layout)(config, checkpoint.tensors)
+    layout.check("the engine's model")
+    dtype, is_fp8 = like.norm.weight.dtype, any(x.dtype == FP8 for x in jax.tree.leaves(like))
+    make = build if is_target else DraftHead
+    model = nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    quantization = "fp8" if is_fp8 and not layout.quantized else None
+    _fill(model, layout, checkpoint, dtype, quantization, devices)
+    return model
 
 
 def _tensors_of(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -181,6 +182,25 @@ class Headers(ABC):
     def _alike(self, first: str, second: str) -> bool:
         one, other = self.info(first), self.info(second)
         return (one.dtype, one.shape) == (other.dtype, other.shape)
+
+
+class NamedArrays(Headers):
+    """Tensors in memory, of jax or numpy, with the names that a checkpoint gives them."""
+
+    def __init__(self, arrays: Iterable[tuple[str, Any]]):
+        self._arrays = dict(arrays)
+        self.tensors = {
+            name: TensorInfo(name, np.dtype(array.dtype), tuple(array.shape), 0, array.nbytes)
+            for name, array in self._arrays.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        """A copy on the host, which later changes of the array do not reach."""
+        return np.array(self._arrays[name])
+
+    def same_bytes(self, first: str, second: str) -> bool:
+        bits = lambda name: self.read(name).reshape(-1).view(np.uint8)
+        return self._alike(first, second) and np.array_equal(bits(first), bits(second))
 
 
 class Checkpoint(Headers):

@@ -534,7 +534,13 @@ class Engine:
             raise ConfigError.of("head", "the engine drafts without a head: leave it out")
         self._check_between_steps()
         models = replacement(
-            self.programs, self._devices, self.config, weights, head, donate=donate
+            self.programs,
+            self._devices,
+            self.config,
+            weights,
+            head,
+            donate=donate,
+            makes_drafter=self._drafts_by_head,
         )
         ended = self._end_running(running, on_update)
         self.scheduler.start_over()

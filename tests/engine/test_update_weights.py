@@ -2,6 +2,12 @@
 does not fit changes nothing.
 """
 
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
 import jax
 import jax.monitoring
 import jax.numpy as jnp
@@ -9,8 +15,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from bench.random_weights import random_target
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
+from peagle_jax.checkpoint import Checkpoint, load_target, save_target
+from peagle_jax.checkpoint.safetensors import write
+from peagle_jax.devices import Devices
 from peagle_jax.errors import NotReady
+from peagle_jax.method.drafter import make_drafter
+from peagle_jax.models.weight_order import arrange_weights
 from tests import tiny
 from tests.eager import moved_by_jax
 from tests.programs import one_bucket
@@ -26,6 +38,7 @@ CONFIG = EngineConfig(
     num_draft=3, max_num_seqs=4, max_model_len=64, page_size=4, prefill_chunk=16, prefill_rows=2
 )
 OLD, NEW = 0, 5  # seeds
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def small_target(seed: int):
@@ -63,13 +76,13 @@ def begin(engine: Engine, num_tokens: int = 4) -> list:
     return requests
 
 
-def finish(engine: Engine) -> None:
+def finish(engine: Engine, on_update=lambda request, tokens: None) -> None:
     while engine.has_work:
-        engine.step()
+        engine.step(on_update)
         engine.scheduler.check_integrity()
 
 
-@pytest.mark.sampled(1, slow=3)
+@pytest.mark.sampled(0, slow=5)
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "gemma4", "mistral", "qwen2", "llama"])
 def test_texts_and_drafts_are_those_of_an_engine_made_from_the_weights(family, method):
@@ -84,6 +97,123 @@ def test_texts_and_drafts_are_those_of_an_engine_made_from_the_weights(family, m
     assert [one.tokens for one in found] != before
     assert texts(engine) == [one.tokens for one in wanted]  # with prefixes of the new weights
     assert engine.generate(PROMPTS[:1], GREEDY)[0].cached >= 16
+
+
+def updated_from_all(engine: Engine, fresh: Engine, old, sources: dict) -> None:
+    """Updates from each source, with the old weights between them; texts must be those of `fresh`,
+    which was made from the same weights.
+    """
+    before, wanted = texts(engine), texts(fresh)
+    assert before != wanted
+    for name, make in sources.items():
+        engine.update_weights(make())
+        assert texts(engine) == wanted, name
+        engine.update_weights(old)
+        assert texts(engine) == before, name
+
+
+def named(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a folder, of jax and of numpy."""
+    checkpoint = Checkpoint(folder)
+    for i, name in enumerate(checkpoint.names()):
+        array = np.array(checkpoint.read(name))
+        yield name, jnp.asarray(array) if i % 2 else array
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[int, Path]:
+    """The small targets of both versions."""
+    made = {seed: tmp_path_factory.mktemp("model") for seed in (OLD, NEW)}
+    for seed, folder in made.items():
+        save_target(small_target(seed), folder, dtype="float32")
+    return made
+
+
+@pytest.mark.parametrize("quantization", [None, pytest.param("fp8", marks=pytest.mark.slow)])
+def test_all_sources_give_the_same_weights(quantization, folders):
+    load = lambda seed: load_target(folders[seed], dtype="float32", quantization=quantization)
+    updated_from_all(
+        make_engine(load(OLD), small_head()),
+        make_engine(load(NEW), small_head()),
+        folders[OLD],
+        {
+            "folder": lambda: str(folders[NEW]),
+            "names": lambda: named(folders[NEW]),
+            "dict of names": lambda: dict(named(folders[NEW])),
+            "module": lambda: load(NEW),
+            "unquantised module": lambda: small_target(NEW),
+            "pure dict": lambda: nnx.to_pure_dict(nnx.state(load(NEW))),
+        },
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "qwen3_moe-fp8", "qwen3-fp8-channel"])
+def test_quantised_checkpoints_keep_their_values(name, tmp_path):
+    old = GOLDEN / name
+    shutil.copytree(old, tmp_path, dirs_exist_ok=True)
+    tensors = {name: np.roll(array, 1, axis=0) for name, array in named(old)}
+    write(tmp_path / "model.safetensors", tensors)
+    load = lambda folder: load_target(folder, dtype="float32")
+    updated_from_all(
+        make_engine(load(old)),
+        make_engine(load(tmp_path)),
+        load(old),
+        {
+            "folder": lambda: tmp_path,
+            "names": lambda: tensors.items(),
+            "module": lambda: load(tmp_path),
+        },
+    )
+
+
+@pytest.mark.slow
+def test_tiles_are_made_of_rows():
+    """As Hopper has them; the reference reads both."""
+    config = replace(tiny.TARGET, hidden_size=128, intermediate_size=128, num_layers=1)
+    rows = lambda seed: random_target(config, "fp8", dtype="float32", seed=seed)
+
+    def tiles(seed):
+        model = rows(seed)
+        arrange_weights(model, in_tiles=True)
+        return model
+
+    engine = make_engine(tiles(OLD))
+    assert any(leaf.shape[-1] == 8192 for leaf in jax.tree.leaves(tiles(OLD)))
+    sources = {"rows": lambda: rows(NEW), "tiles": lambda: tiles(NEW)}
+    updated_from_all(engine, make_engine(tiles(NEW)), rows(OLD), sources)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["peagle", "selector"])
+def test_each_of_two_devices_gets_its_share(method, tmp_path):
+    """The vocabulary of 100 has padding on the second device."""
+    sizes = dict(vocab_size=100, **tiny.ONE_LAYER)
+    model = lambda seed: tiny.target(seed, **sizes)
+    heads = [
+        tiny.head(method, seed, vocab_size=100, draft_vocab_size=100, **tiny.HEAD_OF_ONE_LAYER)
+        for seed in (1, 2)
+    ]
+    save_target(model(NEW), tmp_path, dtype="float32")
+    config = replace(CONFIG, tensor_parallel=2, check_replicas=True)
+    prompts = [[token % 100 for token in prompt] for prompt in PROMPTS]
+    engine, fresh = (
+        one_bucket(Engine(model(seed), head, config))
+        for seed, head in zip((OLD, NEW), heads, strict=True)
+    )
+    placed = Devices.of(config).placed(model(NEW))
+    wanted = fresh.generate(prompts, GREEDY)
+    for source in (model(NEW), tmp_path, named(tmp_path), placed):
+        engine.update_weights(source, head=heads[1])
+        found = engine.generate(prompts, GREEDY)
+        count = lambda done: (done.tokens, done.accepted)
+        assert [count(one) for one in found] == [count(one) for one in wanted]
+        engine.update_weights(model(OLD), head=heads[0])
+        assert texts(engine, prompts) != [one.tokens for one in wanted]
+    engine.release_cache()
+    engine.restore_cache()
+    with pytest.raises(ConfigError, match=r"embed.weight: float32 \[128, 32\], not float32 \[100"):
+        engine.update_weights(small_target(NEW))
 
 
 def test_requests_that_are_kept_go_on_as_the_new_weights_would(engine):
@@ -232,3 +362,132 @@ def test_a_released_cache_holds_no_memory_and_requests_go_on_after_it(engine):
     finish(engine)
     assert [request.output for request in requests] == natural(OLD)
     assert engine.programs.num_compiled == programs
+
+
+def test_weights_change_while_another_thread_compiles(engine, monkeypatch):
+    made = engine.programs._make
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slowly(*arguments):
+        begun.set()
+        may_end.wait()
+        return made(*arguments)
+
+    monkeypatch.setattr(engine.programs, "_make", slowly)
+    compiler = threading.Thread(target=engine.compile_next)
+    compiler.start()
+    begun.wait()
+    given = jax.tree.map(jnp.copy, small_target(NEW))
+    engine.update_weights(given, donate=True)
+    engine.release_cache()
+    may_end.set()
+    compiler.join()
+    engine.restore_cache()
+    assert texts(engine, PROMPTS[:1]) == natural(NEW, PROMPTS[:1])
+
+
+def test_an_update_that_fails_half_way_must_be_made_again(engine, monkeypatch):
+    copied, calls = jnp.copy, iter(range(3))
+
+    def few(array):
+        if next(calls, None) is None:
+            raise MemoryError
+        return copied(array)
+
+    monkeypatch.setattr(jnp, "copy", few)
+    with pytest.raises(MemoryError):
+        engine.update_weights(small_target(NEW))
+    with pytest.raises(NotReady, match="half-way"):
+        engine.step()
+    monkeypatch.undo()
+    engine.update_weights(small_target(NEW))
+    assert texts(engine) == natural(NEW)
+
+
+def test_a_drafter_of_the_users_own_stays_as_it_is(programs_without_controls):
+    own = make_drafter(small_head(), CONFIG.num_draft, "argmax")
+    layers = [own.head.config.attention(0)]
+    model = small_target(OLD)
+    drafting = Engine(model, None, CONFIG, drafter=own, taps=own.head.config.taps, cache=layers)
+    engine = one_bucket(drafting)
+    engine.update_weights(small_target(NEW))
+    assert texts(engine) == natural(NEW)
+    with pytest.raises(ConfigError, match="head: the engine drafts without a head"):
+        engine.update_weights(head=small_head(seed=2))
+
+
+def test_nothing_changes_within_a_step(engine):
+    def update(request, tokens):
+        engine.update_weights(small_target(NEW))
+
+    engine.add_request(PROMPTS[0], GREEDY)
+    with pytest.raises(NotReady, match="within a step"):
+        finish(engine, update)
+
+
+def test_k_is_chosen_anew_and_times_of_rounds_stay(programs_without_controls):
+    config = replace(CONFIG, adaptive="load")
+    engine = one_bucket(Engine(small_target(OLD), small_head(), config))
+    times, row = engine.policy.times, (begin(engine)[0], 3, 2)
+    engine.policy.record([row] * 20)
+    assert engine.policy.shares["greedy"][0] > 0
+    engine.update_weights(head=small_head(seed=2))
+    assert engine.policy.shares["greedy"] == [0, 0, 0]
+    assert engine.policy.times is times
+    assert engine.version == "0"  # of the target
+
+
+def parts_of(request) -> list[tuple[int, int, str]]:
+    """(first token, end, version) of what each version wrote."""
+    ends = [*(at for at, _ in request.versions[1:]), len(request.output)]
+    return [(at, end, name) for (at, name), end in zip(request.versions, ends, strict=False)]
+
+
+@pytest.mark.slow
+def test_random_updates_pauses_and_aborts(engine, num_cases):
+    """What each version wrote is what it would write after the tokens before."""
+    plain = {str(seed): make_engine(small_target(seed)) for seed in (OLD, NEW)}
+    engine.update_weights(small_target(OLD), version=str(OLD))
+    for case in range(num_cases("walks over updates, pauses and aborts", 20)):
+        rng = np.random.default_rng(case)
+        requests = []
+        for _ in range(60):
+            walk(engine, requests, rng)
+            engine.scheduler.check_integrity()
+        if not engine._has_cache:
+            engine.restore_cache()
+        engine.resume()
+        finish(engine)
+        for request in requests:
+            assert request.is_finished
+            assert request.finish_reason == "abort" or len(request.output) == MAX_TOKENS
+            for at, end, version in parts_of(request):
+                (wanted,) = texts(plain[version], [request.prompt + request.output[:at]])
+                assert request.output[at:end] == wanted[: end - at]
+
+
+def walk(engine: Engine, requests: list, rng: np.random.Generator) -> None:
+    """One random operation."""
+    match rng.choice(["add", "step", "update", "abort", "pause", "release"], p=OFTEN):
+        case "add" if engine.scheduler.num_places:
+            requests.append(engine.add_request(PROMPTS[rng.integers(3)], GREEDY))
+        case "step" if engine._has_cache:
+            engine.step()
+        case "update":
+            seed, modes = int(rng.choice([OLD, NEW])), ["keep", "abort"]
+            can_finish = engine._has_cache and not engine._is_paused
+            engine.update_weights(
+                small_target(seed),
+                version=str(seed),
+                head=small_head(seed=int(rng.integers(1, 3))),
+                running=rng.choice([*modes, *["finish"] * can_finish]),
+            )
+        case "abort" if requests:
+            engine.abort(requests[rng.integers(len(requests))])
+        case "pause":
+            engine.pause() if rng.integers(2) else engine.resume()
+        case "release":
+            (engine.release_cache if engine._has_cache else engine.restore_cache)()
+
+
+OFTEN = [0.2, 0.55, 0.1, 0.05, 0.05, 0.05]

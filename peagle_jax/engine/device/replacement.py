@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from peagle_jax.checkpoint.incoming import Weights, arranged
+from peagle_jax.checkpoint.incoming import Weights, arranged, is_stored, loaded
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.devices import Devices
 from peagle_jax.engine.device.programs import Programs
@@ -50,32 +50,34 @@ def replacement(
     head: Weights | None,
     *,
     donate: bool,
+    makes_drafter: bool,
 ) -> Replacement:
     """The models that take the place of an engine's.
 
     Args:
-      weights, head, donate: as of `Engine.update_weights`. A drafter without a head of its class
-        takes no `head`.
+      weights, head, donate: as of `Engine.update_weights`.
+      makes_drafter: whether the drafter is that of a head; else it stays.
 
     Raises:
       ConfigError: names what differs.
     """
     target, drafter = programs.models
-    take_given = _donated if donate else jnp.copy
-    takes, problems = [_kept, _kept], []
-    own_head = drafter.head if drafter is not None else None
-    if weights is not None:
+    models = {"target": target, "head": getattr(drafter, "head", None)}
+    takes, problems = dict.fromkeys(models, _kept), []
+    for name, given in (("target", weights), ("head", head)):
+        if given is None:
+            continue
         try:
-            target, takes[0] = arranged(weights, target, devices, frees=donate), take_given
+            like = models[name]
+            if is_stored(given):
+                given = loaded(given, like, target.config, devices)
+            else:
+                takes[name] = _donated if donate else jnp.copy
+            models[name] = arranged(given, like, devices, frees=donate)
         except ConfigError as error:
-            problems.append(f"target: {error}")
-    if head is not None:
-        try:
-            own_head, takes[1] = arranged(head, own_head, devices, frees=donate), take_given
-        except ConfigError as error:
-            problems.append(f"head: {error}")
+            problems.append(f"{name}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-    if drafter is not None:
-        drafter = drafter_of(own_head, target, config, devices)
-    return Replacement(target, drafter, tuple(takes))
+    if makes_drafter:
+        drafter = drafter_of(models["head"], models["target"], config, devices)
+    return Replacement(models["target"], drafter, (takes["target"], takes["head"]))
