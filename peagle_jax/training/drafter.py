@@ -17,6 +17,7 @@ from peagle_jax.training.acceptance import lengths
 from peagle_jax.training.embedding import TrainedEmbed
 from peagle_jax.training.passes import (
     HeadOptions,
+    LossOptions,
     Outcome,
     Rows,
     Run,
@@ -48,7 +49,7 @@ def _by_depth(outcome: Outcome, depth: np.ndarray) -> dict:
     return dict(accuracy=(sums(outcome.match * used), count), kl=(sums(outcome.kl * used), count))
 
 
-def _parallel_rows(head, target, text: Text, taps, options: HeadOptions, key):
+def _parallel_rows(head, target, text: Text, taps, options: LossOptions, key):
     """P-EAGLE: (the target's run, trained rows, their depths [R, 1])."""
     # The first texts are trained to the greatest depth: shuffle them.
     key, shuffle = jax.random.split(key)
@@ -61,7 +62,7 @@ def _parallel_rows(head, target, text: Text, taps, options: HeadOptions, key):
     return run, rows, blocks.depth[:, None]
 
 
-def _unrolled_rows(head, target, text: Text, taps, options: HeadOptions, key):
+def _unrolled_rows(head, target, text: Text, taps, options: LossOptions, key):
     """EAGLE-3: (the target's run, trained rows, their depths [1, T])."""
     run, valid = run_target(target, text, taps), slot_is_trained(text)
     picked = pick_anchors(run, valid, options, key)
@@ -70,7 +71,7 @@ def _unrolled_rows(head, target, text: Text, taps, options: HeadOptions, key):
     return run, rows, depth[None]
 
 
-def head_loss(merge, taps, options: HeadOptions, params, target: Decoder, text, key):
+def head_loss(merge, taps, options: LossOptions, params, target: Decoder, text, key):
     """The training loss of either method; see `trainer.Task`."""
     head = merge(cast(params, options.dtype))
     trained_rows = _parallel_rows if head.config.method == "peagle" else _unrolled_rows
@@ -79,7 +80,7 @@ def head_loss(merge, taps, options: HeadOptions, params, target: Decoder, text, 
     return outcome.total, (outcome.count, _by_depth(outcome, depth))
 
 
-def all_rows(head, target: Decoder, run: Run, valid, options: HeadOptions) -> Rows:
+def all_rows(head, target: Decoder, run: Run, valid, options: LossOptions) -> Rows:
     """Every anchor at every depth, [B, num_depths * S]; `used` where the engine could draft."""
     B, S = valid.shape
     if head.config.method == "eagle3":
@@ -89,7 +90,7 @@ def all_rows(head, target: Decoder, run: Run, valid, options: HeadOptions) -> Ro
     return Rows(*(by_text(x).reshape(B, -1, *x.shape[2:]) for x in rows))
 
 
-def evaluate_rows(merge, taps, options: HeadOptions, params, target: Decoder, text):
+def evaluate_rows(merge, taps, options: LossOptions, params, target: Decoder, text):
     """Every anchor at every depth: (match, used, kl), each [B, num_depths, S]."""
     head = merge(cast(params, options.dtype))
     run = run_target(target, text, taps)

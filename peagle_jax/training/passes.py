@@ -34,18 +34,24 @@ _STEP_DECAY = 0.8  # EAGLE-3: unrolled step s weighs _STEP_DECAY**s
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadOptions:
-    """Options of training a head, or its selector, on stored texts."""
+class LossOptions:
+    """Options of a head's loss."""
 
-    texts: Path  # folder of train.npz and heldout.npz
-    batch: int  # texts of a step
     num_depths: int  # K_train; of EAGLE-3 the unrolled steps
     dtype: str
     loss_chunk: int  # rows whose logits are in memory at once
     anchors: int | None = None  # of each text that are trained; None: all
+    repeat_weight: float = 0.2  # of anchors in text that occurred before
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(LossOptions):
+    """Options of training a head, or its selector, on stored texts."""
+
+    texts: Path  # folder of train.npz and heldout.npz
+    batch: int  # texts of a step
     num_draft: int = 7  # J of the simulated acceptance length
     eval_sequences: int = 512
-    repeat_weight: float = 0.2  # of anchors in text that occurred before
 
 
 class Rows(NamedTuple):
@@ -170,7 +176,7 @@ def _has_choice(head: DraftHead, target: Decoder, run: Run, chunk: int) -> jax.A
     return by_chunk(choose, run.normed.reshape(-1, run.normed.shape[-1]), chunk)
 
 
-def compare(head, target: Decoder, run: Run, options: HeadOptions, rows: Rows) -> Outcome:
+def compare(head, target: Decoder, run: Run, options: LossOptions, rows: Rows) -> Outcome:
     """Distils the head's rows towards the target's distributions."""
     shape, flat = rows.used.shape, lambda x: x.reshape(-1, *x.shape[2:])
     importance = flat(rows.importance)
@@ -188,14 +194,14 @@ def compare(head, target: Decoder, run: Run, options: HeadOptions, rows: Rows) -
     return Outcome(result.total, importance.sum(), *report, rows.used)
 
 
-def _anchor_weights(run: Run, options: HeadOptions) -> jax.Array | float:
+def _anchor_weights(run: Run, options: LossOptions) -> jax.Array | float:
     """Weights of the anchors [B, S], or 1 if all are equal."""
     if options.repeat_weight == 1:
         return 1.0
     return anchor_weights(run.tokens, options.repeat_weight)
 
 
-def pick_anchors(run: Run, valid: jax.Array, options: HeadOptions, key) -> Picked | None:
+def pick_anchors(run: Run, valid: jax.Array, options: LossOptions, key) -> Picked | None:
     """The anchors that are trained; None for all."""
     if options.anchors is None:
         return None
@@ -208,7 +214,7 @@ def text_rows(
     run: Run,
     valid: jax.Array,
     blocks: Blocks,
-    options: HeadOptions,
+    options: LossOptions,
     picked: Picked | None = None,
 ) -> Rows:
     """P-EAGLE over blocks of whole texts, in one pass of the head; texts lie in the order drawn.
@@ -270,7 +276,7 @@ def unrolled_rows(
     target: Decoder,
     run: Run,
     valid: jax.Array,
-    options: HeadOptions,
+    options: LossOptions,
     picked: Picked | None = None,
 ) -> Rows:
     """EAGLE-3's training-time test: row a of step s sits at slot a + s and is fed step s-1's row a.

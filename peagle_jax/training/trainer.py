@@ -40,27 +40,36 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Length and optimiser settings of a run. Exactly one of `steps` and `minutes` is set.
+class UpdateConfig:
+    """Settings of one update of the weights.
 
     Args:
       learning_rate: peak for matrices; adam_learning_rate: peak for embeddings, heads and vectors.
-      decay: share of the run at its end in which the learning rate falls linearly to 0.
       microbatches: pieces of a batch whose gradients are accumulated.
+    """
+
+    optimizer: Literal["muon", "adamw"]
+    learning_rate: float
+    adam_learning_rate: float
+    weight_decay: float
+    clip: float
+    microbatches: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(UpdateConfig):
+    """Length and settings of a run. Exactly one of `steps` and `minutes` is set.
+
+    Args:
+      decay: share of the run at its end in which the learning rate falls linearly to 0.
     """
 
     out: Path
     steps: int | None
     minutes: float | None
-    optimizer: Literal["muon", "adamw"]
-    learning_rate: float
-    adam_learning_rate: float
-    weight_decay: float
     warmup: int
     decay: float
-    clip: float
-    microbatches: int
-    seed: int
     log_every: int
     eval_every: int
     save_every: int
@@ -137,7 +146,7 @@ def _stacked(
     return optax.GradientTransformation(lambda params: rule.init(stack(params)), update)
 
 
-def make_optimizer(run: RunConfig, params: Params) -> optax.GradientTransformation:
+def make_optimizer(run: UpdateConfig, params: Params) -> optax.GradientTransformation:
     """Clipping, then Muon for inner matrices and AdamW for the rest, or AdamW for all.
 
     Muon's update is scaled to the size AdamW's would have (`consistent_rms`), so both learning
@@ -181,11 +190,12 @@ def schedule(step: int, total: int | None, *, warmup: int, decay: float) -> floa
     return min(rise, max(0.0, (total - step) / max(1.0, decay * total)))
 
 
-def make_step(task: Task, run: RunConfig, optimizer: optax.GradientTransformation):
-    """The jitted update: `(params, opt_state, constants, batch, step, scale) -> (..., report)`."""
+def make_step(loss: Callable, run: UpdateConfig, optimizer: optax.GradientTransformation):
+    """The jitted update: `(params, opt_state, constants, batch, step, scale) -> (..., report)`;
+    `loss` is as of `Task`."""
     M = run.microbatches
     root = jax.random.key(run.seed)
-    value_and_grad = jax.value_and_grad(task.loss, has_aux=True)
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
     def accumulate(params, constants, batch, key):
         if M == 1:
@@ -206,13 +216,13 @@ def make_step(task: Task, run: RunConfig, optimizer: optax.GradientTransformatio
     def train_step(params, opt_state, constants, batch, step, scale):
         key = jax.random.fold_in(root, step)
         with dispatch.references(rounded=True):  # kernels have no gradients
-            (loss, (count, metrics)), grads = accumulate(params, constants, batch, key)
+            (total, (count, metrics)), grads = accumulate(params, constants, batch, key)
         count = jnp.maximum(count, 1.0)
         grads = jax.tree.map(lambda g: g / count, grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         # Updates are linear in the learning rate, weight decay included.
         updates = jax.tree.map(lambda u: scale * u, updates)
-        report = dict(metrics, loss=(loss, count), grad_norm=(optax.tree.norm(grads), 1.0))
+        report = dict(metrics, loss=(total, count), grad_norm=(optax.tree.norm(grads), 1.0))
         return optax.apply_updates(params, updates), opt_state, report
 
     return train_step
@@ -319,7 +329,7 @@ def fit(task: Task, run: RunConfig) -> Params:
     """Trains to the end of the budget, resuming from the newest checkpoint under `run.out`."""
     run.out.mkdir(parents=True, exist_ok=True)
     optimizer = make_optimizer(run, task.params)
-    train_step = make_step(task, run, optimizer)
+    train_step = make_step(task.loss, run, optimizer)
     # The step donates its inputs; the caller keeps its own copy.
     params = jax.tree.map(jnp.copy, task.params)
     budget = Budget(run.out, run.steps, run.minutes, run.decay)

@@ -50,7 +50,7 @@ def test_a_step_is_traced_without_kernels_which_have_no_gradients():
     optimizer = make_optimizer(RUN, params)
     arguments = (params, optimizer.init(params), None, jnp.ones((8, 128)), 0, 1.0)
     with dispatch.assume(H200):
-        traced = str(jax.make_jaxpr(make_step(task, RUN, optimizer))(*arguments))
+        traced = str(jax.make_jaxpr(make_step(task.loss, RUN, optimizer))(*arguments))
         plain = str(jax.make_jaxpr(loss)(params, None, arguments[3], None))
     assert "block_gemm" in plain
     assert "block_gemm" not in traced
