@@ -269,6 +269,11 @@ class Programs:
         layouts.move(self._weights, self._functions.round, first.shape, others)
         self._layouts_are_free = False
 
+    @property
+    def folder(self) -> Path | None:
+        """Where programs are to be kept on disk."""
+        return self._config.programs_folder
+
     def file_of(self, one: Program, state: step.State) -> Path | None:
         """Where a program is kept on disk; None if programs are not kept. `state` may be one of
         shapes."""
