@@ -382,8 +382,11 @@ class Programs:
 
         `on_compiled` is called after each program.
         """
-        if self._layouts_are_free:
-            self._prepare_call(self.rounds_of_any[0], state)
+        first = self.rounds_of_any[0]
+        if self._layouts_are_free:  # before the others, which take the weights as they lie then
+            self._prepare_call(first, state)
+            if first in some:
+                on_compiled()
         calls = [one for one in (*self.full_prefills, *some) if one not in self._resident]
         copies = [one for one in self.copies if one not in self._compiled]
         jobs = [partial(self._prepare_call, one, state) for one in calls]
