@@ -48,7 +48,10 @@ def run(options: Options) -> int:
     ]
     concurrency = min(options.concurrency, max(len(prompts) for _, prompts in sets))
     config = EngineConfig(
-        max_num_seqs=concurrency, max_model_len=options.max_model_len, **options.drafting()
+        max_num_seqs=concurrency,
+        max_model_len=options.max_model_len,
+        programs_folder=options.programs_folder,
+        **options.drafting(),
     )
     chosen = [(name, *runnable(models, name, prompts, params, config)) for name, prompts in sets]
     total = sum(len(prompts) for _, prompts, _ in chosen) * len(models.variants(options))

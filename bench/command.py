@@ -219,6 +219,13 @@ class RowOptions(RowFileOptions):
     group: ClassVar[str] = "rows"
     no_cache: bool = False
 
+    @property
+    def programs_folder(self) -> Path | None:
+        """Where engines keep compiled programs, as in `EngineConfig`."""
+        from peagle_jax.cli import runs
+
+        return None if self.no_cache else runs.programs_folder(os.environ.get("XDG_CACHE_HOME"))
+
     def environment(self) -> dict:
         """Fields that all rows of one command share. Also enables the compilation cache."""
         from bench import rows

@@ -233,6 +233,7 @@ def engine_of(
         activations=options.activations,
         rounds_per_call=options.rounds_per_call,
         greedy_rounds=None if options.temperature == 0 else False,
+        programs_folder=options.programs_folder,
     )
     head, drafter, accept = models.heads.get(method), None, verify
     if head is not None:

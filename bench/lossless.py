@@ -327,6 +327,7 @@ def _config(
         rounds_per_call=options.rounds_per_call,
         tensor_parallel=options.tensor_parallel,
         gather=options.gather,
+        programs_folder=options.programs_folder,
     )
 
 

@@ -166,7 +166,8 @@ def measure_bare(
 
     settings, _ = resolve(options)
     if not settings.no_cache:
-        runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+        folder = runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+        settings = replace(settings, programs_folder=folder)
     engine = random_engine(model, settings, num_pages)
     runs.warm_up(engine)
     found = []

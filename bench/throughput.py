@@ -138,6 +138,7 @@ class _Sweep:
             options.concurrency,
             max_num_seqs=max(options.concurrency),
             max_model_len=options.max_model_len,
+            programs_folder=options.programs_folder,
             rounds_per_call=options.rounds_per_call,
             **options.drafting(),
         )

@@ -136,7 +136,9 @@ def humaneval(options: Options, environment: dict) -> list[dict]:
     texts = [problem.prompt for problem in chosen for _ in range(options.samples)]
     params = [replace(base, seed=options.seed + i) for i in range(len(texts))]
     config = EngineConfig(
-        max_num_seqs=min(options.concurrency, len(texts)), max_model_len=options.max_model_len
+        max_num_seqs=min(options.concurrency, len(texts)),
+        max_model_len=options.max_model_len,
+        programs_folder=options.programs_folder,
     )
     done = []
     for method, num_draft, engine in engines(models, options, config):

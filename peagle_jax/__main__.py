@@ -403,7 +403,8 @@ def _on_this_device(args, config: EngineConfig) -> EngineConfig:
 
     config = runs.with_prefill_sizes(replace(config, dtype=runs.choose_dtype(args.dtype)))
     if not args.no_cache:
-        runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+        folder = runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+        config = replace(config, programs_folder=folder)
     if _is_faster_plain(args):
         print(_PLAIN, file=sys.stderr)
         args.method, config = "none", replace(config, num_draft=0)

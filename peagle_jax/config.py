@@ -2,6 +2,7 @@
 and of engines."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from peagle_jax.errors import ConfigError
@@ -348,6 +349,8 @@ class EngineConfig(EngineOptions):
       rounds_per_call: rounds that one call of such a batch runs; None: see
         `round_shapes.rounds_per_call`.
       dtype: of weights and activations.
+      programs_folder: compiled programs are kept here, see `engine.device.stored_programs`; None:
+        nowhere.
     """
 
     num_draft: int = 7
@@ -364,6 +367,7 @@ class EngineConfig(EngineOptions):
     greedy_rounds: bool | None = None
     rounds_per_call: int | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
+    programs_folder: Path | None = None
 
     def __post_init__(self):
         check_all(self)

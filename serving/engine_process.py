@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -67,10 +67,7 @@ def compile_only(begin: Begin) -> int:
     Raises:
       ConfigError: programs are not kept on disk here; or as `make_engine`.
     """
-    from peagle_jax.engine.device import stored_programs
-
-    _prepare(begin)
-    engine = _maker(begin)(begin.settings)
+    engine = _make_engine(begin)
     engine.compile_missing(report=ProgressLog())
     missing = engine.missing_on_disk()
     if missing is None:
@@ -78,7 +75,7 @@ def compile_only(begin: Begin) -> int:
     if missing:
         raise ConfigError(f"{len(missing)} programs are not on disk: the log says why")
     engine.warm_up()
-    _say(f"{engine.programs.num_compiled} programs are in {stored_programs.kept_in()}")
+    _say(f"{engine.programs.num_compiled} programs are in {engine.programs.folder}")
     return 0
 
 
@@ -89,17 +86,16 @@ def waits_for_all(settings: Settings) -> bool:
     return settings.ready == "all" or (settings.ready is None and runs.compiles_in_children())
 
 
-def _prepare(begin: Begin) -> None:
+def _make_engine(begin: Begin) -> "Engine":
     from peagle_jax.cli import runs
 
-    configure(begin.settings.log_level)
-    if not begin.settings.no_cache:
-        runs.keep_compiled_programs(begin.cache_home)
-
-
-def _maker(begin: Begin) -> "Callable[[Settings], Engine]":
+    settings = begin.settings
+    configure(settings.log_level)
+    if not settings.no_cache:
+        folder = runs.keep_compiled_programs(begin.cache_home)
+        settings = replace(settings, programs_folder=folder)
     module, name = begin.make_engine
-    return getattr(import_module(module), name)
+    return getattr(import_module(module), name)(settings)
 
 
 def _say(line: str) -> None:
@@ -134,8 +130,7 @@ class _Process:
         os._exit(code)
 
     def _start(self, begin: Begin) -> EngineWorker:
-        _prepare(begin)
-        engine = _maker(begin)(begin.settings)
+        engine = _make_engine(begin)
         worker = EngineWorker(
             engine, waits_for_all=waits_for_all(begin.settings), before_ready=settle_heap
         )

@@ -194,6 +194,8 @@ class Settings(Limits, ModelOptions):
     compile_only: bool = option(
         False, "put all compiled programs on disk and end, for images and init containers"
     )
+    programs_folder: Path | None = None
+    """Of `EngineConfig`; no option: the process of the engine knows it."""
 
     def __post_init__(self):
         for name, one in options_of(Settings).items():

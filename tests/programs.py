@@ -49,7 +49,13 @@ def _programs_of(target, drafter, config, taps, accept) -> dict:
     leaves, structure = jax.tree.flatten((target, drafter))
     shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
     # What only the host reads does not distinguish programs.
-    config = replace(config, num_pages=config.total_pages, prefix_caching=True, max_waiting=1)
+    config = replace(
+        config,
+        num_pages=config.total_pages,
+        prefix_caching=True,
+        max_waiting=1,
+        programs_folder=None,
+    )
     key = (structure, shapes, config, taps, accept)
     programs = _compiled.setdefault(key, {})
     _compiled.move_to_end(key)

@@ -17,6 +17,7 @@ from peagle_jax.method.drafter import Drafter
 from peagle_jax.method.plan import DecodePlan, PrefillPlan, RequestParams
 from peagle_jax.method.verify import Verdict, verify
 from peagle_jax.models import Decoder
+from tests.request_params import request_params
 
 
 def accept_text(text: jax.Array):
@@ -72,17 +73,9 @@ class Rig:
         return step.init_state(self.target.config, self.drafter.head.config, self.config)
 
     def _params(self, accepted) -> RequestParams:
-        B = self.num_rows
-        fill = lambda value, dtype: np.full(B, value, dtype)
-        return RequestParams(
-            seed=np.stack([np.zeros(B), np.arange(B)], axis=1).astype(np.uint32),
-            temperature=fill(not self.greedy, np.float32),
-            top_k=fill(0, np.int32),
-            top_p=fill(1, np.float32),
-            min_p=fill(0, np.float32),
-            num_draft=np.asarray(accepted, np.int32),
-            num_logprobs=fill(-1, np.int32),
-            adjusts=fill(0, np.int32),
+        seed = [[0, row] for row in range(self.num_rows)]
+        return request_params(
+            self.num_rows, seed=seed, temperature=not self.greedy, num_draft=accepted
         )
 
     def _only(self, rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -4,7 +4,6 @@ import gc
 import os
 import re
 import signal
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -47,16 +46,6 @@ def compilation_cache(tmp_path_factory):
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-@pytest.fixture(autouse=True)
-def programs_of_commands_forgotten():
-    """A command that a test runs in this process keeps programs on disk. Engines of later tests do
-    not load them: tests replace functions of the step, of which the name of a file knows nothing.
-    """
-    yield
-    if stored := sys.modules.get("peagle_jax.engine.device.stored_programs"):
-        stored.keep_in(None)
 
 
 @pytest.fixture(scope="session", autouse=True)

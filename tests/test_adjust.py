@@ -19,9 +19,10 @@ from peagle_jax.method.adjust import (
     fill,
     init_controls,
 )
-from peagle_jax.method.plan import ControlsPlan, RequestParams, mask_words
+from peagle_jax.method.plan import ControlsPlan, mask_words
 from peagle_jax.method.verify import Verdict, verify
 from peagle_jax.sampling_params import MAX_BIAS, MAX_END_IDS
+from tests.request_params import request_params
 
 V, J, PROMPT = 45, 3, 6
 """45 tokens: two words of a mask, the second partly used."""
@@ -93,18 +94,9 @@ def reference(logits: np.ndarray, drafts: list[int], one: dict, mask: np.ndarray
     return new
 
 
-def params(B: int, *, temperature=0.0, num_draft=J, adjusts=0, top_k=0) -> RequestParams:
-    to = lambda value, dtype: jnp.broadcast_to(jnp.asarray(value, dtype), (B,))
-    return RequestParams(
-        seed=jax.random.key_data(jax.random.split(jax.random.key(1), B)),
-        temperature=to(temperature, jnp.float32),
-        top_k=to(top_k, jnp.int32),
-        top_p=to(1, jnp.float32),
-        min_p=to(0, jnp.float32),
-        num_draft=to(num_draft, jnp.int32),
-        num_logprobs=to(-1, jnp.int32),
-        adjusts=to(adjusts, jnp.int32),
-    )
+def params(B: int, *, num_draft=J, **changes):
+    seed = jax.random.key_data(jax.random.split(jax.random.key(1), B))
+    return request_params(B, seed=seed, num_draft=num_draft, **changes)
 
 
 jitted = jax.jit(verify)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from peagle_jax.method.plan import RequestParams
 from peagle_jax.method.sampling import (
     accept_uniforms,
     cutoffs,
@@ -20,6 +19,7 @@ from peagle_jax.method.sampling import (
     request_keys,
     sample_rows,
 )
+from tests.request_params import request_params
 
 V = 11
 
@@ -134,15 +134,14 @@ def test_very_different_logits_do_not_overflow():
     assert law.tolist() == [[1, 0, 0], [1, 0, 0], [1, 0, 0]]
 
 
-def request_params(seeds) -> RequestParams:
+def keys_of(seeds) -> jax.Array:
     seeds = np.asarray(seeds, np.uint64)
     words = np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=1)
-    none = jnp.zeros(len(seeds))
-    return RequestParams(jnp.asarray(words, jnp.uint32), none, none, none, none, none, none, none)
+    return request_keys(request_params(len(seeds), seed=words))
 
 
 def test_keys_differ_by_request_position_and_purpose():
-    keys = request_keys(request_params([0, 1, 2**32, 2**32 + 1, 2**63 - 1]))
+    keys = keys_of([0, 1, 2**32, 2**32 + 1, 2**63 - 1])
     positions = jnp.broadcast_to(jnp.arange(100), (5, 100))
     after = [partial(draft_keys, newest=jnp.full(5, newest)) for newest in (7, 8)]
     data = [jax.random.key_data(f(keys, positions)) for f in (*after, emit_keys)]
@@ -155,7 +154,7 @@ def test_keys_differ_by_request_position_and_purpose():
 
 
 def test_keys_do_not_depend_on_what_else_is_in_the_batch():
-    keys = request_keys(request_params([5, 6, 7]))
+    keys = keys_of([5, 6, 7])
     positions = jnp.array([[3, 4], [9, 10], [0, 1]])
     whole = accept_uniforms(keys, positions)
     alone = accept_uniforms(keys[1:2], positions[1:2, 1:])
@@ -163,13 +162,9 @@ def test_keys_do_not_depend_on_what_else_is_in_the_batch():
 
 
 def test_uniforms_lie_in_the_half_open_interval_and_are_uniform():
-    uniforms = np.asarray(
-        accept_uniforms(request_keys(request_params(range(40))), jnp.zeros((40, 1), int))
-    )
+    uniforms = np.asarray(accept_uniforms(keys_of(range(40)), jnp.zeros((40, 1), int)))
     more = np.asarray(
-        accept_uniforms(
-            request_keys(request_params(range(4))), jnp.broadcast_to(jnp.arange(5000), (4, 5000))
-        )
+        accept_uniforms(keys_of(range(4)), jnp.broadcast_to(jnp.arange(5000), (4, 5000)))
     )
     for values in (uniforms, more):
         assert values.min() >= 0

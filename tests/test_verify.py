@@ -14,7 +14,6 @@ import pytest
 from scipy import stats
 
 from peagle_jax.method import verify as rule
-from peagle_jax.method.plan import RequestParams
 from peagle_jax.method.sampling import probabilities
 from peagle_jax.method.verify import (
     Verdict,
@@ -24,6 +23,7 @@ from peagle_jax.method.verify import (
     verify_greedy,
     verify_sampled,
 )
+from tests.request_params import request_params
 
 V, J = 4, 2
 GRID = (np.arange(12) + 0.5) / 12
@@ -95,18 +95,9 @@ def test_emitted_tokens_have_exactly_the_targets_joint_law(mode, num_draft, monk
     np.testing.assert_allclose(law, target_law(), atol=1e-12)
 
 
-def params(B: int, *, temperature=1.0, num_draft=J, **filters) -> RequestParams:
-    fill = lambda value, dtype: jnp.broadcast_to(jnp.asarray(value, dtype), (B,))
-    return RequestParams(
-        seed=jax.random.key_data(jax.random.split(jax.random.key(1), B)),
-        temperature=fill(temperature, jnp.float32),
-        top_k=fill(filters.get("top_k", 0), jnp.int32),
-        top_p=fill(filters.get("top_p", 1.0), jnp.float32),
-        min_p=fill(filters.get("min_p", 0.0), jnp.float32),
-        num_draft=fill(num_draft, jnp.int32),
-        num_logprobs=fill(-1, jnp.int32),
-        adjusts=fill(filters.get("adjusts", 0), jnp.int32),
-    )
+def params(B: int, *, temperature=1.0, num_draft=J, **filters):
+    seed = jax.random.key_data(jax.random.split(jax.random.key(1), B))
+    return request_params(B, seed=seed, temperature=temperature, num_draft=num_draft, **filters)
 
 
 jitted = jax.jit(verify)

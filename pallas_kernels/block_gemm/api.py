@@ -14,7 +14,6 @@ from pallas_kernels.activations import (
     rounding,
 )
 from pallas_kernels.block_gemm import reference
-from pallas_kernels.quantize.api import operand
 
 CHIPS = (90, 100)
 """Generations (`Device.sm`) with a kernel."""
@@ -118,7 +117,9 @@ def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
 def _kernel(
     x, weight, scale, quantized: bool, launch: dispatch.Launch, config: Any = None
 ) -> jax.Array:
-    from pallas_kernels.block_gemm import mosaic_gpu  # a slow import that CPU use does not need
+    # Slow imports that CPU use does not need.
+    from pallas_kernels.block_gemm import mosaic_gpu
+    from pallas_kernels.quantize.mosaic_gpu import operand
 
     *rows, K = x.shape
     R = x.size // K

@@ -21,7 +21,7 @@ from pallas_kernels.moe.paths import TuningConfig
 from pallas_kernels.moe.reference import ALPHA, Experts, ExpertWeights
 from pallas_kernels.moe.worklist import Worklist
 from pallas_kernels.pipeline import Pipeline
-from pallas_kernels.quantize.api import operand, spread
+from pallas_kernels.quantize.mosaic_gpu import operand, spread_operand
 from pallas_kernels.weight_tiles.codecs import codec_of
 from pallas_kernels.weight_tiles.format import Format, fetch_scales, fetch_tile
 from pallas_kernels.weight_tiles.mma import Operands
@@ -201,7 +201,9 @@ def results(
     else:
         size = work.items * config.tokens
         of_share = None if experts.first is None else work.num_items
-        x, scale = spread(x, work.slots, size, quantized[0], launch, of_share, config.tokens)
+        x, scale = spread_operand(
+            x, work.slots, size, quantized[0], launch, of_share, config.tokens
+        )
     items = work.experts, work.num_items, work.items
     arranged = formats.kind(experts.down.values, experts.down.scale) == "mxfp4"
     x = gate_up(x, experts.gate_up, *items, experts.limit, config, launch, arranged, scale)

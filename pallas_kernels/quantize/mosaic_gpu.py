@@ -1,5 +1,5 @@
-"""Kernels that quantise rows to e4m3, one scale for each row and group of 128 columns, and that
-copy rows to slots; one source for all chips.
+"""Rows as products read them: kernels that quantise rows to e4m3 by the definition
+`activations.quantize`, and that copy rows to the slots of their experts; one source for all chips.
 
 A tile has 8 groups. 16 threads share a group: each loads 16 bytes, so a group is one read of 256
 bytes, and its largest magnitude is found by shuffles within a warp. Nothing crosses warps, so a
@@ -20,7 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.activations import LARGEST, Quantized
+from pallas_kernels import activations
+from pallas_kernels.activations import LARGEST, Quantized, whole_tiles
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 
@@ -60,8 +61,63 @@ def _tiles_of_block(R: int, groups: int) -> int:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("launch",))
+def operand(x: jax.Array, quantized: bool, launch: Launch) -> tuple[jax.Array, jax.Array | None]:
+    """Rows x [R, K] as products read them: in whole tiles, quantised or not.
+
+    Returns:
+      values [R', K] and scale [groups, R'], None of rows that are not quantised; R' >= R.
+    """
+    x = whole_tiles(x)
+    return quantize(x, launch) if quantized else (x, None)
+
+
+def spread_operand(
+    x: jax.Array,
+    slots: jax.Array,
+    size: int,
+    quantized: bool,
+    launch: Launch,
+    num_items: jax.Array | None = None,
+    tokens: int = 0,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Copies row r of x [R, K], quantised or not, to the rows `slots[:, r]` of `size`.
+
+    Args:
+      slots: int32 [k, R'], R' >= R, distinct but for rows that are never read; other rows of the
+        result are undefined.
+      size: a multiple of 8; K is a multiple of 64.
+      num_items, tokens: as of `spread`; rows that are quantised are copied all.
+    Returns:
+      values [size, K], scale [groups, size], None of rows that are not quantised.
+    """
+    R, K = x.shape
+    if not quantized:
+        return spread(x, slots, size, launch, num_items, tokens), None
+    if K % BLOCK == 0 and K >= GROUPS * BLOCK:
+        return quantize_and_spread(x, slots, size, launch)
+    values, scale = quantize(x, launch)
+    copies = jnp.broadcast_to(scale[:, None, :R], (len(scale), len(slots), R))
+    spread_scale = jnp.ones((len(scale), size), scale.dtype).at[:, slots[:, :R]].set(copies)
+    return spread(values, slots, size, launch), spread_scale
+
+
 def quantize(x: jax.Array, launch: Launch) -> Quantized:
+    """Quantises rows x [R, K]; a copy pads odd numbers of rows, so callers that pad anyway do it
+    before.
+
+    Widths that are no multiple of 128 take XLA's code, whatever R is.
+    """
+    R, K = x.shape
+    if K % BLOCK:
+        return activations.quantize(x)
+    if R % GROUPS == 0 or (R < GROUPS and K >= GROUPS * BLOCK):
+        return _quantize(x, launch)
+    values, scale = _quantize(jnp.pad(x, ((0, -R % GROUPS), (0, 0))), launch)
+    return Quantized(values[:R], scale)
+
+
+@functools.partial(jax.jit, static_argnames=("launch",))
+def _quantize(x: jax.Array, launch: Launch) -> Quantized:
     """x [R, K], K a multiple of 128; R is a multiple of 8, or less than 8 with at least 8
     groups."""
     R, K = x.shape

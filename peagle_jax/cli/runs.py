@@ -73,18 +73,23 @@ def with_prefill_sizes(config: EngineConfig, **given) -> EngineConfig:
     return replace(config, **prefill_sizes(replace(config, **chosen)) | chosen)
 
 
-def keep_compiled_programs(cache_home: str | None) -> None:
-    """Keeps compiled programs on disk, so that the next start compiles nothing.
-
-    Engines keep whole programs (`engine.device.stored_programs`), and jax's persistent cache keeps
-    the others.
+def keep_compiled_programs(cache_home: str | None) -> Path:
+    """Keeps what jax compiles on disk, so that the next start compiles nothing.
 
     Args:
       cache_home: the user's cache folder; None is `~/.cache`.
+
+    Returns:
+      The folder for whole programs, `EngineConfig.programs_folder`.
     """
-    folder = Path(cache_home or "~/.cache").expanduser() / "peagle-jax"
-    stored_programs.keep_in(folder / stored_programs.FOLDER)
-    stored_programs.use_library_cache(folder)
+    folder = programs_folder(cache_home)
+    stored_programs.use_library_cache(folder.parent)
+    return folder
+
+
+def programs_folder(cache_home: str | None) -> Path:
+    """The folder of `keep_compiled_programs`."""
+    return Path(cache_home or "~/.cache").expanduser() / "peagle-jax" / stored_programs.FOLDER
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -230,8 +230,8 @@ class Engine:
         """Compiles in child processes, onto disk, what `warm_up` compiles: after it a warm-up only
         loads.
 
-        It has no effect where programs are not kept on disk (`stored_programs.keep_in`), or have no
-        name there.
+        It has no effect where programs are not kept on disk (`EngineConfig.programs_folder`), or
+        have no name there.
 
         Args:
           sizes, only_greedy: as of `warm_up`.

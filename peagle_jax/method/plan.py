@@ -16,6 +16,8 @@ memory between calls, and only a call with a constrained row sends one.
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 Array = Any
 """A numpy array on the host, a `jax.Array` on the device."""
 
@@ -31,6 +33,22 @@ class RequestParams(NamedTuple):
     num_draft: Array  # [B] int32
     num_logprobs: Array  # [B] int32, -1 for none
     adjusts: Array  # [B] int32, 1: the controls of the slot hold, see `ControlsPlan`
+
+
+def idle_params(rows: int) -> RequestParams:
+    """Parameters of rows without a request: greedy, no filter, no drafts. Numpy arrays to fill."""
+    ints = lambda value=0: np.full(rows, value, np.int32)
+    floats = lambda value=0.0: np.full(rows, value, np.float32)
+    return RequestParams(
+        seed=np.zeros((rows, 2), np.uint32),
+        temperature=floats(),
+        top_k=ints(),
+        top_p=floats(1.0),
+        min_p=floats(),
+        num_draft=ints(),
+        num_logprobs=ints(-1),
+        adjusts=ints(),
+    )
 
 
 def greedy_only(params: RequestParams) -> RequestParams:

@@ -33,21 +33,6 @@ def request_keys(params: RequestParams) -> jax.Array:
     return jax.random.wrap_key_data(params.seed)
 
 
-def idle_params(num_slots: int) -> RequestParams:
-    """Parameters of slots without a request."""
-    S = num_slots
-    return RequestParams(
-        seed=jnp.zeros((S, 2), jnp.uint32),
-        temperature=jnp.zeros(S, jnp.float32),
-        top_k=jnp.zeros(S, jnp.int32),
-        top_p=jnp.ones(S, jnp.float32),
-        min_p=jnp.zeros(S, jnp.float32),
-        num_draft=jnp.zeros(S, jnp.int32),
-        num_logprobs=jnp.full(S, -1, jnp.int32),
-        adjusts=jnp.zeros(S, jnp.int32),
-    )
-
-
 def _keys(keys: jax.Array, positions: jax.Array, purpose: int) -> jax.Array:
     """Request keys [B] and token positions [B, T] -> keys [B, T]."""
     fold = lambda key, position: jax.random.fold_in(jax.random.fold_in(key, position), purpose)
@@ -148,6 +133,17 @@ def _inverse(temperature: jax.Array) -> jax.Array:
     """
     normal = jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)  # the inverse is finite
     return 1.0 / jnp.where(temperature > 0, normal, 1.0)
+
+
+def has_filter(params: RequestParams) -> jax.Array:
+    """Whether a row has a filter, [B] bool."""
+    return (params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0)
+
+
+def cutoffs_of(logits: jax.Array, params: RequestParams) -> jax.Array:
+    """`cutoffs` [B, T] of logits [B, T, V] by the rows' parameters."""
+    rules = (params.temperature, params.top_k, params.top_p, params.min_p)
+    return cutoffs(logits, *(rule[:, None] for rule in rules))
 
 
 def cutoffs(

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.method.adjust import Adjustments, Controls, count_tokens, init_controls
 from peagle_jax.method.drafter import Drafter, DraftInputs, absorbed
-from peagle_jax.method.plan import DecodePlan, PrefillPlan, RequestParams
+from peagle_jax.method.plan import DecodePlan, PrefillPlan, RequestParams, idle_params
 from peagle_jax.method.prompt_scores import PromptScores, score_prompt
-from peagle_jax.method.sampling import idle_params, request_keys, token_logprobs
+from peagle_jax.method.sampling import request_keys, token_logprobs
 from peagle_jax.method.verify import Verdict, verify
 from peagle_jax.models.cache import LayerCache, PagedAttention, init_cache
 from peagle_jax.parallel import partition, vocabulary
@@ -80,7 +80,7 @@ def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: Engi
         last_token=jnp.zeros(S, jnp.int32),
         drafts=jnp.zeros((S, J), jnp.int32),
         draft_probs=jnp.zeros((S, J, width), jnp.float32) if sampled else None,
-        params=idle_params(S),
+        params=jax.tree.map(jnp.array, idle_params(S)),
         controls=init_controls(S, target.vocab_size),
     )
 

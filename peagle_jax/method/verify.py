@@ -22,8 +22,9 @@ from peagle_jax.method.sampling import (
     accept_uniforms,
     at_tokens,
     block_uniforms,
-    cutoffs,
+    cutoffs_of,
     emit_keys,
+    has_filter,
     probabilities,
     probability_of,
     request_keys,
@@ -258,7 +259,7 @@ def verify(
     plain = laws_of(logits, best)
     branches = [lambda law=law: law()._replace(finite=is_finite) for law in plain]
     samples = params.temperature > 0
-    filters = (params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0)
+    filters = has_filter(params)
     branch = jnp.any(samples).astype(jnp.int32) + jnp.any(samples & filters)
     if adjustments is not None:
 
@@ -323,7 +324,6 @@ def _laws(
 
     def filtered():
         own = lax.optimization_barrier(logits)
-        filters = (params.temperature, params.top_k, params.top_p, params.min_p)
-        return mixed(lax.optimization_barrier(cutoffs(own, *(x[:, None] for x in filters))))
+        return mixed(lax.optimization_barrier(cutoffs_of(own, params)))
 
     return greedy, unfiltered, filtered

@@ -59,12 +59,12 @@ INIT_STD = 0.02
 class Delta(NamedTuple):
     """A block's addition to the residual stream, in parts; the next norm sums them as it reads.
 
-    Two forms. Dense: `values` [parts, ..., D], float32 K-splits or the parts of several devices in
-    the dtype of the stream, to be summed. Routed: `values` is a buffer [slots, D], float32 or
-    bfloat16; row r of the stream adds the sum over s of `weights[s, r] * values[rows[s, r]]`,
-    with `weights` float32 and `rows` int32 [parts, R'] (R' >= R, surplus columns are ignored). A
-    dense sum may have a `bias` [D], which is added to it. The sum may pass through a `norm` before
-    it is added, and the stream is then multiplied by a `factor` [1], if there is one.
+    Two forms. Dense: `values` [parts, ..., D], float32 partial sums or the parts of several devices
+    in the dtype of the stream, to be summed. Routed: `values` is a buffer [slots, D], float32 or
+    bfloat16; row r of the stream adds the sum over s of `weights[s, r] * values[rows[s, r]]`, with
+    `weights` float32 and `rows` int32 [parts, R'] (R' >= R, surplus columns are ignored). A dense
+    sum may have a `bias` [D], which is added to it. The sum may pass through a `norm` before it is
+    added, and the stream is then multiplied by a `factor` [1], if there is one.
     """
 
     values: jax.Array
@@ -229,7 +229,7 @@ class Attention(nnx.Module):
 class Projected(NamedTuple):
     """Operands of `rope_write`: it sums the parts, then applies bias, norms and rope."""
 
-    parts: jax.Array  # [parts, B, T, (N + 2K) * H] float32, K-splits of the projection
+    parts: jax.Array  # [parts, B, T, (N + 2K) * H] float32, partial sums of the projection
     angles: tuple[jax.Array, jax.Array]  # cosines and sines, each [B, T, H/2] float32
     form: Form
     norms: tuple[jax.Array, jax.Array] | None  # weights of the norms of q and k, each [H]

@@ -19,18 +19,18 @@ def quantize_fp8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     is more. Works on 128 rows at a time, so a mapped checkpoint is never whole in float32.
 
     Args:
-      weight: [..., N, K] of any floating dtype.
+      weight: [..., outputs, inputs] of any floating dtype.
     Returns:
-      (values float8_e4m3fn [..., N, K], scale float32 [..., ceil(N / 128), ceil(K / 128)]). The
-      scale of an all-zero block is 1.
+      (values float8_e4m3fn [..., outputs, inputs], scale float32 [..., ceil(outputs / 128),
+      ceil(inputs / 128)]). The scale of an all-zero block is 1.
     Raises:
       ValueError: fewer than two axes, or a weight that is not finite.
     """
     if weight.ndim < 2:
         raise ValueError(f"a weight needs rows and columns: {weight.shape=}")
-    *leading, N, K = weight.shape
+    *leading, outputs, inputs = weight.shape
     values = np.empty(weight.shape, FP8)
-    scale = np.empty((*leading, -(-N // BLOCK), -(-K // BLOCK)), np.float32)
+    scale = np.empty((*leading, -(-outputs // BLOCK), -(-inputs // BLOCK)), np.float32)
     for index in np.ndindex(*scale.shape[:-1]):
         *outer, block = index
         rows = (*outer, slice(block * BLOCK, (block + 1) * BLOCK))
@@ -39,15 +39,15 @@ def quantize_fp8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _quantize_rows(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Up to 128 rows [n, K] -> values [n, K], scale [ceil(K / 128)]."""
+    """Up to 128 rows [n, inputs] -> values [n, inputs], scale [ceil(inputs / 128)]."""
     wide = weight.astype(np.float32)
-    K = wide.shape[1]
-    largest = np.maximum.reduceat(np.abs(wide).max(axis=0), np.arange(0, K, BLOCK))
+    inputs = wide.shape[1]
+    largest = np.maximum.reduceat(np.abs(wide).max(axis=0), np.arange(0, inputs, BLOCK))
     if not np.isfinite(largest).all():
         raise ValueError("a weight is infinite or not a number; it has no fp8 form")
     # A subnormal scale would lose precision or be 0.
     scale = np.where(largest == 0, 1, np.maximum(largest / FP8_MAX, _SMALLEST)).astype(np.float32)
-    scaled = wide / np.repeat(scale, BLOCK)[:K]
+    scaled = wide / np.repeat(scale, BLOCK)[:inputs]
     # Rounding may push a quotient above 448, and casting that to e4m3fn gives NaN: clip.
     return _to_fp8(np.clip(scaled, -FP8_MAX, FP8_MAX)), scale
 

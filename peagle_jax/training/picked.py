@@ -36,7 +36,7 @@ def pick(key: jax.Array, valid: jax.Array, weight: jax.Array | float, count: int
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x [A, N, ...] at index [A, M] -> [A, M, ...]."""
+    """x [A, n, ...] at index [A, m] -> [A, m, ...]."""
     return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 
 

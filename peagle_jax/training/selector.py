@@ -69,14 +69,14 @@ def _start(head: DraftHead, target: Decoder, rank: int, seed: int) -> tuple[Para
 
 
 class _Deep(NamedTuple):
-    """Deep rows of a batch, N of them."""
+    """R deep rows of a batch."""
 
-    ids: jax.Array  # [N, C] candidates, draft ids
-    logits: jax.Array  # [N, C] float32
-    place: jax.Array  # [N] int32, the text's token among the candidates; -1: it is not
-    hidden: jax.Array  # [N, D], normed
-    before: jax.Array  # [N] int32, the text's token before
-    weight: jax.Array  # [N] float32, 0 without a loss
+    ids: jax.Array  # [R, C] candidates, draft ids
+    logits: jax.Array  # [R, C] float32
+    place: jax.Array  # [R] int32, the text's token among the candidates; -1: it is not
+    hidden: jax.Array  # [R, D], normed
+    before: jax.Array  # [R] int32, the text's token before
+    weight: jax.Array  # [R] float32, 0 without a loss
 
 
 def _deep_rows(head: DraftHead, target: Decoder, text: Text, key, options: HeadOptions) -> _Deep:
@@ -143,7 +143,7 @@ def selected(head: DraftHead, target: Decoder, text: Text, options: HeadOptions)
     )
 
     def one(piece):
-        out, at = piece  # [N, J, D], [N, J]
+        out, at = piece  # [R, J, D], [R, J]
         ids, scores = candidate_scores(head, target, out, head.logits(target, out))
         taken = walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
         drafts = jnp.take_along_axis(ids, taken[..., None], axis=-1)[..., 0]

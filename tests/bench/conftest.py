@@ -4,7 +4,6 @@ import pytest
 
 from bench import cells, decode_step
 from peagle_jax.cli import runs
-from peagle_jax.engine.device.stored_programs import keep_in
 from peagle_jax.method import step
 from tests import programs
 from tests.cli.conftest import folders
@@ -33,7 +32,7 @@ def compiled_here(tmp_path, monkeypatch):
         return {}
 
     monkeypatch.setattr(cells, "compile_missing", compile_missing)
-    monkeypatch.setattr(runs, "keep_compiled_programs", lambda home: keep_in(tmp_path / "programs"))
+    for name in ("keep_compiled_programs", "programs_folder"):
+        monkeypatch.setattr(runs, name, lambda home: tmp_path / "programs")
     yield stored
-    keep_in(None)
     decode_step._shapes.cache_clear()

@@ -8,7 +8,7 @@ from bench import cells
 from bench.cells import Variant, Work, cells_config, compile_all
 from peagle_jax.engine.device.compilation import Failure, Progress
 from peagle_jax.engine.device.program import WriteControls
-from peagle_jax.engine.device.stored_programs import StoredPrograms, keep_in
+from peagle_jax.engine.device.stored_programs import StoredPrograms
 from tests.waiting import eventually
 
 
@@ -40,13 +40,9 @@ def test_what_is_not_compiled_is_said(monkeypatch):
 
 
 def test_engines_with_other_batch_buckets_share_the_files_of_programs(tmp_path):
-    sizes = dict(max_num_seqs=4, max_model_len=64)
-    keep_in(tmp_path)
-    try:
-        weights, chips = jax.tree.structure(0), jax.devices()[:1]
-        stored = lambda some: StoredPrograms(weights, cells_config(some, **sizes), chips, {})
-        files = {stored(some).path_of("round", (), {}) for some in ((4,), (1, 4))}
-    finally:
-        keep_in(None)
+    sizes = dict(max_num_seqs=4, max_model_len=64, programs_folder=tmp_path)
+    weights, chips = jax.tree.structure(0), jax.devices()[:1]
+    stored = lambda some: StoredPrograms(weights, cells_config(some, **sizes), chips, {})
+    files = {stored(some).path_of("round", (), {}) for some in ((4,), (1, 4))}
     assert len(files) == 1
     assert None not in files

@@ -11,8 +11,8 @@ from peagle_jax.config import ConfigError
 from peagle_jax.engine.device.compilation import pickled, unpickle
 from peagle_jax.engine.device.program_descriptions import describe, describe_tree
 from peagle_jax.method.drafter import make_drafter
-from peagle_jax.method.plan import RequestParams
 from tests import tiny
+from tests.request_params import request_params
 
 
 def test_synthetic_acceptance_must_be_possible():
@@ -24,17 +24,7 @@ def test_synthetic_acceptance_must_be_possible():
 
 def accepted_of(rule, seed: int, num_draft: int, count: int) -> list[int]:
     """Drafts that a rule accepts in `count` rounds of a request."""
-    row = lambda value, dtype: jnp.full(count, value, dtype)
-    params = RequestParams(
-        seed=jnp.tile(jnp.array([[0, seed]], jnp.uint32), (count, 1)),
-        temperature=row(0, jnp.float32),
-        top_k=row(0, jnp.int32),
-        top_p=row(1, jnp.float32),
-        min_p=row(0, jnp.float32),
-        num_draft=row(num_draft, jnp.int32),
-        num_logprobs=row(-1, jnp.int32),
-        adjusts=row(0, jnp.int32),
-    )
+    params = request_params(count, seed=[0, seed], num_draft=num_draft)
     positions = 10 * jnp.arange(count)[:, None] + jnp.arange(num_draft + 1)
     drafts = jnp.zeros((count, num_draft), jnp.int32)
     verdict = rule(jnp.zeros((count, num_draft + 1, 4)), drafts, None, positions, params)

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,6 @@ import pytest
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.device import compilation
 from peagle_jax.engine.device.compilation import CompileError, Failure, compile_missing
-from peagle_jax.engine.device.stored_programs import keep_in
 from peagle_jax.method import step
 from peagle_jax.method.verify import verify
 from tests import tiny
@@ -30,11 +30,9 @@ STARTED = "TEST_COMPILATION_STARTED"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Programs are kept here during the test."""
+    """Programs are kept here."""
     monkeypatch.setenv(STARTED, str(tmp_path / "started"))
-    keep_in(tmp_path / "programs")
-    yield tmp_path / "programs"
-    keep_in(None)
+    return tmp_path / "programs"
 
 
 def dies_once(*operands, **rules):
@@ -62,9 +60,9 @@ for rule in (dies_once, dies, is_refused, never_ends):
     rule.program_key = rule.__name__
 
 
-def engine(accept=verify) -> Engine:
-    head = tiny.head(**tiny.HEAD_OF_ONE_LAYER)
-    return Engine(tiny.target(**tiny.ONE_LAYER), head, CONFIG, accept=accept)
+def engine(folder: Path | None, accept=verify) -> Engine:
+    head, config = tiny.head(**tiny.HEAD_OF_ONE_LAYER), replace(CONFIG, programs_folder=folder)
+    return Engine(tiny.target(**tiny.ONE_LAYER), head, config, accept=accept)
 
 
 def refuse(*operands, **rules):
@@ -72,8 +70,8 @@ def refuse(*operands, **rules):
 
 
 def test_the_engine_loads_what_children_compiled_although_one_died(folder, monkeypatch):
-    expected = engine().generate([PROMPT], PARAMS)[0].tokens
-    loading, reported, done = engine(dies_once), [], []
+    expected = engine(None).generate([PROMPT], PARAMS)[0].tokens
+    loading, reported, done = engine(folder, dies_once), [], []
     with monkeypatch.context() as patch:
         patch.setattr(step, "prefill", refuse)
         patch.setattr(step, "speculative_step", refuse)
@@ -96,7 +94,7 @@ def test_the_engine_loads_what_children_compiled_although_one_died(folder, monke
 )
 def test_a_program_that_cannot_be_compiled_is_named(folder, accept, reason):
     with pytest.raises(CompileError, match=r"the program of .* cannot be compiled: .*") as caught:
-        engine(accept).compile_missing()
+        engine(folder, accept).compile_missing()
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -104,7 +102,7 @@ def test_a_program_that_cannot_be_compiled_is_named(folder, accept, reason):
 @pytest.mark.slow
 def test_a_full_disk_compiles_in_this_process(folder, caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    loading = engine()
+    loading = engine(folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # of the children too
     try:
         loading.compile_missing()
@@ -118,7 +116,7 @@ def test_a_full_disk_compiles_in_this_process(folder, caplog):
 def test_children_end_in_the_middle_of_a_program_once_they_must(folder):
     started = Path(os.environ[STARTED])
     begin = time.monotonic()
-    engine(never_ends).compile_missing(must_end=started.exists)
+    engine(folder, never_ends).compile_missing(must_end=started.exists)
     assert time.monotonic() - begin < 300
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)
@@ -160,7 +158,7 @@ def test_a_rule_that_no_process_can_get_compiles_in_this_one(folder, caplog):
         return verify(*operands, **rules)
 
     local.program_key = "local"
-    alone = engine(local)
+    alone = engine(folder, local)
     alone.compile_missing(report=refuse)
     assert "programs compile in this process" in caplog.text
     assert len(alone.missing_on_disk()) == 3

@@ -11,7 +11,6 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.device import layouts
 from peagle_jax.engine.host.calls import RoundShape
 from tests import tiny
-from tests.programs import one_bucket
 
 
 def by_columns(x: jax.Array) -> jax.Array:
@@ -67,11 +66,14 @@ def test_an_engine_whose_weights_moved_writes_the_same_text(warms_up, request):
             max_model_len=64,
             page_size=8,
             prefill_chunk=16,
+            batch_sizes=(2,),
             dtype="float32",
         )
         engine = Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), config)
         if warms_up:
-            one_bucket(engine)
+            reported = []
+            engine.warm_up(lambda: reported.append(1))
+            assert len(reported) == engine.num_programs
         found = engine.generate([[3, 1, 4, 1, 5], [9, 2]], SamplingParams(max_tokens=10))
         matrices = [x for x in engine.programs._weights if x.ndim == 2]
         return [one.tokens for one in found], {x.format.layout.major_to_minor for x in matrices}

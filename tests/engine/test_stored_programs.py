@@ -22,7 +22,7 @@ import pytest
 from pallas_kernels import dispatch
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.device import stored_programs
-from peagle_jax.engine.device.stored_programs import StoredPrograms, keep_in, make_room
+from peagle_jax.engine.device.stored_programs import StoredPrograms, make_room
 from peagle_jax.method.verify import verify, verify_blocks
 from tests import suite, tiny
 from tests.waiting import LIMIT
@@ -39,14 +39,13 @@ PARAMS = (
 
 @pytest.fixture
 def folder(tmp_path):
-    """Programs are kept here during the test."""
-    keep_in(tmp_path / "programs")
-    yield tmp_path / "programs"
-    keep_in(None)
+    """Programs are kept here."""
+    return tmp_path / "programs"
 
 
-def stored(structure=None, config=CONFIG, statics=None) -> StoredPrograms:
+def stored(folder: Path, structure=None, config=CONFIG, statics=None) -> StoredPrograms:
     tree = jax.tree.structure([1, 2]) if structure is None else structure
+    config = replace(config, programs_folder=folder)
     return StoredPrograms(tree, config, jax.devices()[:1], statics or {"accept": verify})
 
 
@@ -106,7 +105,6 @@ _OTHER_PROCESS = """
 import json, sys
 from pathlib import Path
 from peagle_jax.method import step
-from peagle_jax.engine.device.stored_programs import keep_in
 from tests.engine import test_stored_programs as tests
 
 def refuse(*args, **given):
@@ -114,8 +112,8 @@ def refuse(*args, **given):
 
 if sys.argv[2] == "warm":
     step.prefill = step.speculative_step = refuse
-keep_in(Path(sys.argv[1]))
-print(json.dumps(tests.tokens_of(tests.replace(tests.CONFIG, tensor_parallel=int(sys.argv[3])))))
+changes = dict(programs_folder=Path(sys.argv[1]), tensor_parallel=int(sys.argv[3]))
+print(json.dumps(tests.tokens_of(tests.replace(tests.CONFIG, **changes))))
 """
 
 
@@ -142,7 +140,7 @@ def test_another_process_traces_nothing_and_writes_the_same(tmp_path, devices):
 def test_a_program_is_loaded_from_its_file(folder):
     double = Doubler()
     for _ in range(3):
-        check(double(stored()))
+        check(double(stored(folder)))
     assert double.num_lowered == 1
     (file,) = folder.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
@@ -154,7 +152,7 @@ def _other_content(path):
 
 
 def _of_another_program(path):
-    kept, operands = stored(), shapes(jnp.ones(8))
+    kept, operands = stored(path.parent), shapes(jnp.ones(8))
     lower = jax.jit(lambda x: 3 * x, donate_argnums=0).lower
     kept.program("triple", operands, operands[0], lower, {})
     shutil.copyfile(kept.path_of("triple", operands, {}), path)
@@ -199,27 +197,27 @@ def _flipped(path):
 )
 def test_a_file_that_must_not_be_used_is_compiled_anew(folder, spoil, caplog):
     double = Doubler()
-    double(stored())
+    double(stored(folder))
     (path,) = folder.iterdir()
     spoil(path)
     with caplog.at_level(logging.WARNING):
-        check(double(stored()))
+        check(double(stored(folder)))
     assert double.num_lowered == 2
     assert [record for record in caplog.records if str(path) in record.getMessage()]
     caplog.clear()
-    check(double(stored()))  # the file was written anew
+    check(double(stored(folder)))  # the file was written anew
     assert (double.num_lowered, caplog.records) == (2, [])
 
 
 def test_what_the_runtime_cannot_load_is_compiled_anew(folder, monkeypatch, caplog):
     double = Doubler()
-    double(stored())
+    double(stored(folder))
 
     def fail(*args, **given):
         raise jax.errors.JaxRuntimeError("no such\nsymbol")
 
     monkeypatch.setattr(stored_programs.serialize_executable, "deserialize_and_load", fail)
-    check(double(stored()))
+    check(double(stored(folder)))
     assert double.num_lowered == 2
     assert "compiled anew: JaxRuntimeError: no such symbol" in caplog.text
 
@@ -227,13 +225,13 @@ def test_what_the_runtime_cannot_load_is_compiled_anew(folder, monkeypatch, capl
 def test_an_executable_of_another_version_is_compiled_anew(folder, caplog):
     """Under the right name and with the right digest, as one whose metadata are stale."""
     double = Doubler()
-    double(stored())
+    double(stored(folder))
     (path,) = folder.iterdir()
     content = zlib.decompress(stored_programs._read(path))
     for other in (content[: len(content) // 2], b"", pickle.dumps("of another version")):
         stored_programs._write(path, zlib.compress(other))
         caplog.clear()
-        check(double(stored()))
+        check(double(stored(folder)))
         assert "is compiled anew" in caplog.text
 
 
@@ -244,7 +242,8 @@ def test_another_device_or_runtime_has_other_files(folder, change):
     def path(names: dict) -> Path:
         client = SimpleNamespace(platform_version=names["platform_version"])
         device = SimpleNamespace(**names, client=client)
-        kept = StoredPrograms(jax.tree.structure(1), CONFIG, [device], {"accept": verify})
+        config = replace(CONFIG, programs_folder=folder)
+        kept = StoredPrograms(jax.tree.structure(1), config, [device], {"accept": verify})
         return path_of(kept)
 
     assert path(names) == path(dict(names)) != path(names | {change: "another"})
@@ -307,7 +306,7 @@ def test_what_the_runtime_cannot_serialise_is_used_and_not_kept(folder, monkeypa
         raise NotImplementedError("host callbacks")
 
     monkeypatch.setattr(stored_programs.serialize_executable, "serialize", fail)
-    check(Doubler()(stored()))
+    check(Doubler()(stored(folder)))
     assert list(folder.iterdir()) == []
     assert "cannot be kept on disk: NotImplementedError: host callbacks" in caplog.text
 
@@ -316,7 +315,7 @@ def test_a_program_with_a_callback_into_python_is_not_kept(folder):
     """Its address is of this process only."""
     operands = shapes(jnp.ones(8))
     twice = lambda x: jax.pure_callback(lambda x: 2 * np.asarray(x), operands[0], x)
-    program = stored().program("call", operands, operands[0], jax.jit(twice).lower, {})
+    program = stored(folder).program("call", operands, operands[0], jax.jit(twice).lower, {})
     assert np.array_equal(program(jnp.ones(8)), 2 * np.ones(8))
     assert list(folder.iterdir()) == []
 
@@ -326,7 +325,7 @@ def test_a_folder_that_others_can_write_is_not_used(folder, caplog):
     folder.chmod(0o777)
     double = Doubler()
     for _ in range(2):
-        check(double(stored()))
+        check(double(stored(folder)))
     assert double.num_lowered == 2
     assert list(folder.iterdir()) == []
     assert "no other can write to" in caplog.text
@@ -345,16 +344,16 @@ def test_a_folder_that_others_can_write_is_not_used(folder, caplog):
     ],
 )
 def test_another_engine_has_other_files(folder, change):
-    assert path_of(stored(**change)) != path_of(stored())
+    assert path_of(stored(folder, **change)) != path_of(stored(folder))
 
 
 def test_what_only_the_host_reads_changes_no_file(folder):
     of_host = replace(CONFIG, max_waiting=7, prefill_calls=2)
-    assert path_of(stored(config=of_host)) == path_of(stored())
+    assert path_of(stored(folder, config=of_host)) == path_of(stored(folder))
 
 
 def test_another_call_has_another_file(folder):
-    kept = stored()
+    kept = stored(folder)
     calls = [
         dict(),
         dict(name="b"),
@@ -369,36 +368,36 @@ def test_another_call_has_another_file(folder):
 
 @pytest.mark.parametrize("name", ["sources", "_versions", "_processor", "_variables", "_settings"])
 def test_another_surrounding_has_other_files(folder, name, monkeypatch):
-    before = path_of(stored())
-    assert path_of(stored()) == before
+    before = path_of(stored(folder))
+    assert path_of(stored(folder)) == before
     with dispatch.traced(num_devices=2):
-        assert path_of(stored()) != before
+        assert path_of(stored(folder)) != before
     value = getattr(stored_programs, name)()
     monkeypatch.setattr(stored_programs, name, lambda: [value, "other"])
-    assert path_of(stored()) != before
+    assert path_of(stored(folder)) != before
 
 
 def test_variables_and_settings_of_the_compiler_count(folder, monkeypatch):
-    before = path_of(stored())
+    before = path_of(stored(folder))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     monkeypatch.setenv("MOSAIC_GPU_RUNTIME_LIB_PATH", "/set/by/jax")  # once it has traced a kernel
-    assert path_of(stored()) == before
+    assert path_of(stored(folder)) == before
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math")
-    other = path_of(stored())
+    other = path_of(stored(folder))
     assert other != before
     jax.config.update("jax_default_matmul_precision", "highest")
     try:
-        assert path_of(stored()) not in (before, other)
+        assert path_of(stored(folder)) not in (before, other)
     finally:
         jax.config.update("jax_default_matmul_precision", None)
-    assert path_of(stored()) == other
+    assert path_of(stored(folder)) == other
 
 
 def test_a_rule_without_a_name_is_not_kept(folder, caplog):
     with caplog.at_level(logging.INFO):
         for rule in (lambda *args: verify(*args), partial(verify, in_blocks=lambda: None)):
-            assert path_of(stored(statics={"accept": rule})) is None
+            assert path_of(stored(folder, statics={"accept": rule})) is None
             assert "not kept on disk" in caplog.text
             caplog.clear()
 
@@ -407,7 +406,7 @@ def test_a_rule_without_a_name_is_not_kept(folder, caplog):
 
     found = set()
     for keyed.program_key in ("one", "two"):
-        found.add(path_of(stored(statics={"accept": keyed})))
+        found.add(path_of(stored(folder, statics={"accept": keyed})))
     assert len(found) == 2
     assert None not in found
 
@@ -417,7 +416,7 @@ def test_a_drafter_of_another_package_is_not_kept(folder):
     class Drafter:
         pass
 
-    assert path_of(stored(jax.tree.structure(Drafter()))) is None
+    assert path_of(stored(folder, jax.tree.structure(Drafter()))) is None
 
 
 def test_files_used_the_longest_ago_make_room(tmp_path):
@@ -440,7 +439,7 @@ def test_engines_that_write_the_same_program_at_once_leave_one_file(folder, is_e
     programs = []
 
     def one():
-        kept = stored()
+        kept = stored(folder)
         together.wait()
         programs.append(Doubler()(kept))
 
@@ -462,5 +461,5 @@ def test_the_library_of_kernels_is_known_before_a_program_for_a_gpu_loads(folder
     name = "jax.experimental.pallas.mosaic_gpu"
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
-    stored()
+    stored(folder)
     assert name in sys.modules

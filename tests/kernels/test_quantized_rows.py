@@ -16,7 +16,9 @@ from pallas_kernels.block_gemm import mosaic_gpu, specs
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.device import H200
 from pallas_kernels.moe.reference import ExpertWeights
-from pallas_kernels.quantize import api
+from pallas_kernels.quantize.mosaic_gpu import quantize as quantize_rows
+from pallas_kernels.quantize.mosaic_gpu import spread_operand
+from pallas_kernels.quantize.specs import CHIPS
 from tests.kernels.compiled import dequantize, referenced
 from tests.kernels.experts import moe
 
@@ -44,7 +46,7 @@ def weight_of(*shape: int, per_row: bool = False, seed: int = 0) -> tuple[jax.Ar
 
 
 def launch() -> dispatch.Launch:
-    return dispatch.resolve("quantize", "mosaic_gpu", chips=api.CHIPS)
+    return dispatch.resolve("quantize", "mosaic_gpu", chips=CHIPS)
 
 
 def test_a_group_is_divided_by_its_scale_and_rounded_to_e4m3():
@@ -87,7 +89,7 @@ def definition(x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
 def test_the_kernel_quantises_as_defined(R, K):
     x = rows_of(R, K).at[0, 128:].set(0)
     values, scale = definition(x)
-    found = api.quantize(x, launch())
+    found = quantize_rows(x, launch())
     assert found.scale.shape == (K // 128, -(-R // 8) * 8)
     np.testing.assert_array_equal(np.asarray(found.values), values)
     np.testing.assert_array_equal(found.scale.T[:R], scale)
@@ -101,7 +103,7 @@ def test_rows_are_quantised_on_the_way_to_their_slots(K):
     x = rows_of(5, K)
     values, scale = definition(x)
     slots = jax.random.permutation(jax.random.key(1), 16)[:10].reshape(2, 5).astype(jnp.int32)
-    spread, spread_scale = api.spread(x, slots, 16, True, launch())
+    spread, spread_scale = spread_operand(x, slots, 16, True, launch())
     for copy in slots:
         np.testing.assert_array_equal(np.asarray(spread)[copy], values)
         np.testing.assert_array_equal(spread_scale.T[copy], scale)
@@ -182,7 +184,7 @@ E, TOP_K, D, F = 4, 2, 128, 128
 def test_a_block_of_several_tiles_has_the_bits_of_one_for_each(split):
     x, (values, scale) = rows_of(136, 640), weight_of(272, 640)
     config = mosaic_gpu.TuningConfig(64, 2, split, 3, 2)
-    quantized, x_scale = api.quantize(x, launch())
+    quantized, x_scale = quantize_rows(x, launch())
     few, many = (launch()._replace(device=replace(H200, num_sms=n)) for n in (5, 132))
     found, wanted = (
         mosaic_gpu.product(quantized, values, scale, config, on, x_scale) for on in (few, many)

@@ -7,13 +7,13 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from peagle_jax.method import sampling
-from peagle_jax.method.plan import RequestParams
 from peagle_jax.method.prompt_scores import score_prompt
 from peagle_jax.method.selector import candidates
 from peagle_jax.method.verify import largest, verify
 from peagle_jax.parallel import partition, vocabulary
 from peagle_jax.parallel.partition import AXIS
 from peagle_jax.parallel.shares import vocabulary_rows
+from tests.request_params import request_params
 
 V = 43
 
@@ -94,15 +94,9 @@ def test_candidates_of_a_selector_are_those_of_the_whole_row(count, num_cases):
         assert (found[0] < V).all()
 
 
-def rules(rows: int, **changes) -> RequestParams:
-    fill = lambda value, dtype: jnp.full(rows, value, dtype)
-    values = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, num_draft=2) | changes
-    seeds = jnp.stack([jnp.zeros(rows), jnp.arange(rows)], 1).astype(jnp.uint32)
-    floats = {name: fill(values[name], jnp.float32) for name in ("temperature", "top_p", "min_p")}
-    whole = {name: fill(values[name], jnp.int32) for name in ("top_k", "num_draft")}
-    return RequestParams(
-        seed=seeds, num_logprobs=fill(-1, jnp.int32), adjusts=fill(0, jnp.int32), **floats, **whole
-    )
+def rules(rows: int, **changes):
+    seed = [[0, row] for row in range(rows)]
+    return request_params(rows, **dict(seed=seed, temperature=1.0, num_draft=2) | changes)
 
 
 @pytest.mark.sampled(1, slow=4)

@@ -96,8 +96,8 @@ class Setup(NamedTuple):
     """The first message to a child."""
 
     recipes: bytes
-    folders: tuple[str | None, str | None]
-    """Of whole programs, and of jax's own cache."""
+    cache: str | None
+    """The folder of jax's own cache."""
     settings: dict[str, Any]
     """jax's settings, which are part of the key of a program."""
 
@@ -360,10 +360,9 @@ class _Child:
 
 
 def _setup(recipes: Sequence[Recipe | Maker]) -> Setup:
-    folder = stored_programs.kept_in()
     return Setup(
         pickled(list(recipes)),
-        (folder and str(folder), jax.config.jax_compilation_cache_dir),
+        jax.config.jax_compilation_cache_dir,
         dict(stored_programs.settings()),
     )
 

@@ -41,14 +41,12 @@ class _Compiler:
     def __init__(self, setup: Setup | None):
         if setup is None:  # the parent ended
             sys.exit(0)
-        programs, cache = setup.folders
-        stored_programs.keep_in(programs and Path(programs))
         own = dict(stored_programs.settings())
         for name, value in setup.settings.items():
             if own.get(name) != value:
                 jax.config.update(name, value)
-        if cache is not None:
-            stored_programs.use_library_cache(Path(cache))
+        if setup.cache is not None:
+            stored_programs.use_library_cache(Path(setup.cache))
         self._pickled, self._recipes = setup.recipes, []
         self._made: dict[int, tuple] = {}
 
@@ -75,7 +73,7 @@ class _Compiler:
             return Failure(reason, is_final="RESOURCE_EXHAUSTED" not in reason)
         if path is not None and path.exists():
             return None
-        return Failure(f"it cannot be kept in {stored_programs.kept_in()}", is_final=False)
+        return Failure(f"it cannot be kept in {programs.folder}", is_final=False)
 
 
 def programs_of(recipe: Recipe) -> tuple[Programs, object]:

@@ -269,6 +269,11 @@ class Programs:
         layouts.move(self._weights, self._functions.round, first.shape, others)
         self._layouts_are_free = False
 
+    @property
+    def folder(self) -> Path | None:
+        """Where programs are to be kept on disk."""
+        return self._config.programs_folder
+
     def file_of(self, one: Program, state: step.State) -> Path | None:
         """Where a program is kept on disk; None if programs are not kept. `state` may be one of
         shapes."""
@@ -377,8 +382,11 @@ class Programs:
 
         `on_compiled` is called after each program.
         """
-        if self._layouts_are_free:
-            self._prepare_call(self.rounds_of_any[0], state)
+        first = self.rounds_of_any[0]
+        if self._layouts_are_free:  # before the others, which take the weights as they lie then
+            self._prepare_call(first, state)
+            if first in some:
+                on_compiled()
         calls = [one for one in (*self.full_prefills, *some) if one not in self._resident]
         copies = [one for one in self.copies if one not in self._compiled]
         jobs = [partial(self._prepare_call, one, state) for one in calls]

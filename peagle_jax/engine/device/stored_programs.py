@@ -62,7 +62,7 @@ _SUFFIX, _LIBRARY_SUFFIX = ".program", ".jax"
 
 _HOST_FIELDS = (
     *("batch_sizes", "max_waiting", "prefill_calls", "prefix_caching", "adaptive"),
-    "greedy_rounds",
+    *("greedy_rounds", "programs_folder"),
 )
 """Fields of the configuration that choose programs, options of the compiler or belong to the host;
 no program reads them."""
@@ -89,18 +89,6 @@ program depends on them."""
 _NO_SETTINGS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
 
 _log = logging.getLogger(__name__)
-_folder: Path | None = None
-
-
-def keep_in(folder: Path | None) -> None:
-    """Engines that are made from now on keep their programs in this folder; None: nowhere."""
-    global _folder
-    _folder = folder
-
-
-def kept_in() -> Path | None:
-    """The folder of `keep_in`."""
-    return _folder
 
 
 def use_library_cache(folder: Path) -> None:
@@ -138,7 +126,7 @@ class _LibraryCache:
 
 
 class StoredPrograms:
-    """The programs of one engine on disk; without a folder every program is compiled.
+    """The programs of one engine in its `programs_folder`; without one every program is compiled.
 
     Args:
       structure: tree structure of the weights.
@@ -150,7 +138,7 @@ class StoredPrograms:
     def __init__(self, structure, config: EngineConfig, devices: list, statics: dict):
         self._folder, self._devices, self._engine = None, devices, ""
         platform = dispatch.platform()
-        if _folder is None or platform not in PLATFORMS:
+        if config.programs_folder is None or platform not in PLATFORMS:
             return
         # A subclass adds what chooses batch buckets: which programs there are, not what they do.
         given = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
@@ -179,7 +167,7 @@ class StoredPrograms:
             # would. Without it a program with such kernels does not load.
             importlib.import_module("jax.experimental.pallas.mosaic_gpu")
         self._engine = json.dumps([parts, where], sort_keys=True)
-        self._folder = _own_folder(_folder)
+        self._folder = _own_folder(config.programs_folder)
 
     def key_of(self, name: str, operands: tuple, options: dict) -> str:
         """The digest of everything that decides the program of this name, over shapes of

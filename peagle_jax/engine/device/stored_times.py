@@ -44,7 +44,7 @@ class StoredTimes:
         # Static parts of the tree may be shown with their addresses, which change from run to run.
         named = re.sub("0x[0-9a-f]+", "", str(structure))
         # The number of pages follows the memory that is free at a start; it hardly changes a time.
-        sizes = replace(config, num_pages=None)
+        sizes = replace(config, num_pages=None, programs_folder=None)
         model = hashlib.sha256(repr((shapes, named, sizes)).encode()).hexdigest()
         self._key = {
             "device": dispatch.default_device().device_kind,

@@ -11,7 +11,15 @@ import numpy as np
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.host.prefill_shapes import PrefillShape, choose_shape, full_shape
 from peagle_jax.engine.host.request import Request, RingCopy
-from peagle_jax.method.plan import ControlsPlan, DecodePlan, PrefillPlan, RequestParams
+from peagle_jax.method.plan import (
+    ControlsPlan,
+    DecodePlan,
+    PrefillPlan,
+    RequestParams,
+    idle_params,
+)
+from peagle_jax.options import options_of
+from peagle_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from peagle_jax.engine.structured.grammar import Matcher
@@ -222,7 +230,6 @@ def idle_prefill(config: EngineConfig, shape: PrefillShape) -> PrefillPlan:
     """A prefill plan of padding rows only."""
     R, T = shape
     ints = lambda fill=0: np.full(R, fill, np.int32)
-    floats = lambda fill=0.0: np.full(R, fill, np.float32)
     return PrefillPlan(
         slots=ints(config.max_num_seqs),
         tokens=np.zeros((R, T), np.int32),
@@ -231,24 +238,19 @@ def idle_prefill(config: EngineConfig, shape: PrefillShape) -> PrefillPlan:
         next_token=ints(-1),
         page_table=_page_table([], R, config.pages_per_seq),
         constrained=ints(),
-        params=RequestParams(
-            seed=np.zeros((R, 2), np.uint32),
-            temperature=floats(),
-            top_k=ints(),
-            top_p=floats(1.0),
-            min_p=floats(),
-            num_draft=ints(),
-            num_logprobs=ints(-1),
-            adjusts=ints(),
-        ),
+        params=idle_params(R),
     )
+
+
+_AS_ASKED = sorted({*RequestParams._fields} & {*options_of(SamplingParams)} - {"seed"})
+"""Fields that a row has from `SamplingParams` as they are."""
 
 
 def _write_params(params: RequestParams, row: int, request: Request) -> None:
     """Writes a request's sampling parameters to row `row` of `params`."""
     asked = request.params
-    params.temperature[row], params.top_k[row] = asked.temperature, asked.top_k
-    params.top_p[row], params.min_p[row] = asked.top_p, asked.min_p
+    for name in _AS_ASKED:
+        getattr(params, name)[row] = getattr(asked, name)
     params.seed[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
     params.num_draft[row], params.adjusts[row] = request.num_draft, asked.is_adjusted
     if asked.logprobs is not None:

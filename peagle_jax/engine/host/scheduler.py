@@ -220,11 +220,11 @@ class Scheduler:
     def commit_rounds(
         self,
         call: DecodeCall,
-        tokens: np.ndarray,  # [N, B, K+1]
-        count: np.ndarray,  # [N, B], as of `commit_decode`
-        drafts: np.ndarray,  # [N, B, K], of each round for the next
+        tokens: np.ndarray,  # [repeat, B, K+1]
+        count: np.ndarray,  # [repeat, B], as of `commit_decode`
+        drafts: np.ndarray,  # [repeat, B, K], of each round for the next
     ) -> Iterator[Update]:
-        """Commits the N rounds of one call, all of one request before the next one.
+        """Commits the `repeat` rounds of one call, all of one request before the next one.
 
         Yields:
           An update for each round of each request; `request.last_round` is that round while the
