@@ -97,7 +97,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*FATAL, *REFUSED])
 def test_a_hostile_constraint_is_refused_in_bounded_time_and_the_next_one_is_not(engine, name):
     structured = (FATAL | REFUSED)[name]
@@ -407,7 +407,7 @@ def test_large_definitions_are_remembered_too(engine, monkeypatch):
     run(engine, work)
 
 
-@pytest.mark.parametrize("kind", ["regex", "choice", "grammar", "json_schema"])
+@pytest.mark.parametrize("kind", ["choice", "json_schema"])
 def test_half_of_a_surrogate_pair_is_named(engine, kind):
     half = "\ud800"
     text = {"choice": [half], "json_schema": {"const": half}}.get(kind, f'start: "{half}"')

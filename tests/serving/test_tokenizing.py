@@ -7,7 +7,6 @@ import threading
 import time
 
 import grpc
-import httpx
 import pytest
 
 from peagle_jax import SamplingParams
@@ -88,7 +87,7 @@ def call(server: LiveServer, path: str, text: str) -> str:
     """The message of the refusal with INVALID_ARGUMENT or 400."""
     request = CALLS[path](text)
     if path.startswith("/"):
-        answer = httpx.post(f"http://{server.http_address}{path}", json=request, timeout=SECONDS)
+        answer = server.post(path, **request)
         assert answer.status_code == 400, answer.text
         return answer.json()["error"]["message"]
     client = Client(server.address)
@@ -303,10 +302,7 @@ def test_time_in_the_tokenizer_counts_towards_the_limit_of_a_request(hurried, ki
             assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert error.details().startswith("the time was up after")
     assert held.running == 1
-    answer = httpx.post(
-        f"http://{server.http_address}/v1/completions", json={"prompt": "a" * 5000}, timeout=LIMIT
-    )
-    assert answer.status_code == 504
+    assert server.post("/v1/completions", prompt="a" * 5000).status_code == 504
 
 
 def test_the_time_of_a_streams_request_begins_with_its_message(server, monkeypatch):
