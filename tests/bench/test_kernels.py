@@ -111,7 +111,7 @@ def test_random_arguments_are_real_numbers_and_zero_indices():
     assert np.std(np.asarray(values, np.float32)) == pytest.approx(1, rel=0.1)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=3)
 @pytest.mark.parametrize("op", kernel_specs.ops())
 def test_every_spec_is_a_case(op):
     for case in kernels.cases(op):
@@ -121,7 +121,7 @@ def test_every_spec_is_a_case(op):
         assert like(made) == like(case.shapes), case.spec
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["block_gemm", "moe"])
 def test_configs_are_the_chosen_one_and_others(op):
     """On Hopper, of large products and all experts; arguments and bytes are the same."""

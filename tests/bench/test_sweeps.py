@@ -79,7 +79,7 @@ def test_acceptance_measures_every_head_k_and_set(folders, tmp_path, few_prompts
     assert len(read(out)) == 4  # rows are appended
 
 
-@pytest.mark.sampled(1, slow=0)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("command", ["acceptance", "throughput", "lossless"])
 def test_prompts_that_cannot_run_are_left_out_and_counted(
     folders, tmp_path, few_prompts, capsys, command

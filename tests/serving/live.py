@@ -110,6 +110,16 @@ class LiveServer:
         finally:
             self.run(server.stop(0.5))
 
+    @contextlib.contextmanager
+    def another_client(self, **options) -> Iterator[httpx.Client]:
+        """A client of a further HTTP server, see `another_http`."""
+        another = self.another_http(**options)
+        with (
+            another as address,
+            httpx.Client(base_url=f"http://{address}", timeout=LIMIT) as client,
+        ):
+            yield client
+
     def call(self, function, *args) -> Any:
         """Calls a function in the server's loop."""
 

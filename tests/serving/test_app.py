@@ -103,7 +103,8 @@ def test_the_chat_template_is_prepared_once_requests_are_served(make_engine, mon
     assert order == ["programs", "chat"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_can_be_stopped_while_it_loads(number):
     """Process 1 of a container gets only the signals that it handles.
 

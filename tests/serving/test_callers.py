@@ -272,25 +272,6 @@ def test_what_is_cancelled_while_it_waits_leaves_nothing_and_what_runs_keeps_its
     assert sorted(take_turns(work)) == ["a0", "a1", "a3", "b0"]
 
 
-def test_a_turn_that_comes_when_its_request_is_cancelled_is_passed_on():
-    async def work(turns):
-        running = turns.ask("a", 0, 1)
-        await soon(lambda: len(turns.begun) == 2)
-        first, second = turns.ask("a", 2, 3)
-        await soon(lambda: turns.num_waiting == 2)
-        turns.pool._running["a"] += 1  # one turn more, which ends
-        turns.pool._end_turn("a")
-        first.cancel()
-        turns.release(9)
-        await asyncio.wait([first])
-        assert first.cancelled()
-        assert await second == "a3"
-        await asyncio.gather(*running)
-        turns.pool._num_free -= 1  # the turn that the test made up
-
-    take_turns(work)
-
-
 def test_an_ipv6_customer_is_one_client():
     customers = {"192.0.2.7": "192.0.2.7", "::ffff:192.0.2.7": "192.0.2.7", "": ""}
     customers |= {"2001:db8:0:1:2:3:4:5": "2001:db8:0:1::", "fe80::1%eth0": "fe80::"}

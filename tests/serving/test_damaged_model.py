@@ -17,7 +17,6 @@ from tests.programs import OneBucketConfig
 from tests.serving.conftest import EOS_IDS, SIZES
 from tests.serving.live import LiveServer
 from tests.serving.test_metrics import moved, scrape
-from tests.waiting import LIMIT
 
 GOOD, BAD = [5, 9, 13], 40  # BAD: the token whose embedding is NaN
 
@@ -35,7 +34,7 @@ def live(tokenizer):
 
 def post(server, prompt, **fields) -> httpx.Response:
     body = dict(prompt=prompt, temperature=0, max_tokens=6, ignore_eos=True) | fields
-    return httpx.post(f"http://{server.http_address}/v1/completions", json=body, timeout=LIMIT)
+    return server.post("/v1/completions", **body)
 
 
 def peagle(server, prompt):
@@ -78,9 +77,7 @@ def test_grpc_ends_with_internal_and_the_sentence(server, call):
 
 def test_a_stream_ends_with_the_error(server):
     body = dict(prompt=[7, BAD], max_tokens=6, stream=True)
-    url = f"http://{server.http_address}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=LIMIT) as answer:
-        text = answer.read().decode()
+    text = server.post("/v1/completions", **body).text
     events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
     error = json.loads(events[0])["error"] if events else json.loads(text)["error"]
     assert error["message"] == NOT_FINITE

@@ -487,15 +487,6 @@ def test_a_burst_replaces_its_own_young_connections():
     assert hall.closed == ["burst/1", "burst/2"]
 
 
-def test_a_burst_does_not_replace_a_young_connection_in_a_reserved_place():
-    hall = Hall(most=1, most_per_address=1, reserve=2)
-    hall.enter("busy/1")
-    hall.gate.set_idle(hall.slots["busy/1"], False)
-    hall.enter("probe/1", "burst/1", "burst/2", "burst/3")
-    assert hall.closed == ["burst/1", "burst/2"]
-    assert hall.slots["probe/1"].is_reserved
-
-
 def test_an_older_connection_is_replaced_before_a_young_one():
     hall = Hall(most=3, most_per_address=3)
     hall.enter("silent/1")
@@ -525,13 +516,6 @@ def test_silent_connections_are_spared_for_the_grace_only():
     hall.now = 1.2
     hall.enter("second/2")
     assert hall.closed == ["first/1"]
-
-
-def test_young_connections_do_not_exceed_the_limit_of_their_address():
-    hall = Hall(most=9, most_per_address=2)
-    hall.enter("other/1", "burst/1", "burst/2", "burst/3", "burst/4")
-    assert hall.closed == ["burst/1", "burst/2"]
-    assert hall.gate.num_open == 3
 
 
 @pytest.mark.parametrize("most_per_address", [4, 2])

@@ -240,10 +240,7 @@ def test_several_prompts_are_accepted_together_or_not_at_all(server, http):
 @pytest.mark.slow
 def test_the_servers_time_limit_is_a_504_and_an_event(make_engine):
     server = LiveServer(make_engine(), http=True, limits=Limits(max_request_seconds=3.0))
-    with (
-        httpx.Client(base_url=f"http://{server.http_address}", timeout=LIMIT) as http,
-        server.paced() as pace,
-    ):
+    with server.client() as http, server.paced() as pace:
         assert refusal(http.post("/v1/completions", json=LONG), 504)["type"] == "server_error"
         pace.release(1)  # the round that waited
         server.check_empty()
@@ -292,7 +289,7 @@ def test_an_unexpected_exception_is_a_500_without_details(make_engine, monkeypat
         raise KeyError("secret")
 
     monkeypatch.setattr(server.frontend, "open", fail)
-    error = refusal(httpx.post(f"http://{server.http_address}/v1/completions", json=LONG), 500)
+    error = refusal(server.post("/v1/completions", **LONG), 500)
     assert "KeyError" in error["message"]
     assert "secret" not in error["message"]
     server.close()

@@ -2,7 +2,6 @@
 
 import json
 import random
-from types import SimpleNamespace
 
 import pytest
 
@@ -67,25 +66,6 @@ def test_the_size_of_a_text_is_that_of_its_objects(num_cases, monkeypatch):
         *_, whole = sizes(text.encode())
         assert whole == size_of(content), text
         assert parse_object(text.encode(), field="body", limits=Limits()) == content
-
-
-@pytest.fixture
-def unparsed(monkeypatch):
-    """Fails the test if JSON is parsed."""
-    parser = SimpleNamespace(loads=lambda *given, **named: pytest.fail("parsed"))
-    monkeypatch.setattr(json_input, "json", parser)
-
-
-LARGE = {
-    "values": [b'{"a":[' + one * MAX_VALUES + b"1]}" for one in (b"1,", b"[],", b'"",')],
-    "objects": [b'{"messages":[' + b"{}," * OBJECTS + b"{}]}", b"[" + b"{}," * OBJECTS + b"{"],
-    "deep": [b'{"a":' * 9, b"[" * 9, b'{"a":' + b"[" * 50_000, b'{"\\"":[[[[[[[["]]]]]]]]'],
-}
-
-
-@pytest.mark.parametrize(("rule", "place"), [(r, i) for r in LARGE for i in range(len(LARGE[r]))])
-def test_a_text_above_a_limit_is_refused_before_parsing(unparsed, rule, place):
-    assert f" {rule} are more than" in refusal(LARGE[rule][place])
 
 
 def test_counting_stops_at_the_first_limit(monkeypatch):

@@ -6,7 +6,6 @@ import threading
 import tracemalloc
 
 import grpc
-import httpx
 import pytest
 
 from serving import memory, worker
@@ -48,8 +47,7 @@ def test_large_requests_of_every_protocol_are_noticed(make_engine, at_once):
     trims = []
     server.frontend.memory._trim = lambda: trims.append(1)
     text = "a" * (2 * LARGE)
-    url = f"http://{server.http_address}/v1/completions"
-    assert httpx.post(url, json={"prompt": text}, timeout=LIMIT).status_code == 400
+    assert server.post("/v1/completions", prompt=text).status_code == 400
     eventually(lambda: trims)
     eventually(lambda: server.frontend.memory._timer is None)
     trims.clear()

@@ -5,13 +5,11 @@ import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
-import httpx
 import pytest
 
 from serving.http.page import HEADERS
 from serving.settings import Settings
 from tests.serving.test_http_errors import refusal
-from tests.waiting import LIMIT
 
 pytestmark = pytest.mark.usefixtures("server")  # every test leaves it empty
 
@@ -63,10 +61,7 @@ def test_no_other_file_is_served(http, path):
 
 
 def test_files_need_no_token_and_data_does(server):
-    with (
-        server.another_http(tokens=[b"open sesame"]) as address,
-        httpx.Client(base_url=f"http://{address}", timeout=LIMIT) as http,
-    ):
+    with server.another_client(tokens=[b"open sesame"]) as http:
         for name in FILES:
             assert http.get(place_of(name)).status_code == 200
         assert http.get("/").status_code == 307
@@ -75,20 +70,14 @@ def test_files_need_no_token_and_data_does(server):
 
 
 def test_files_are_refused_for_a_foreign_host(server):
-    with (
-        server.another_http(allowed_hosts=[]) as address,
-        httpx.Client(base_url=f"http://{address}", timeout=LIMIT) as http,
-    ):
+    with server.another_client(allowed_hosts=[]) as http:
         for path in ("/", *map(place_of, FILES)):
             refusal(http.get(path, headers={"host": "evil.example"}), 403)
             assert http.get(path).status_code in (200, 307)
 
 
 def test_the_page_can_be_left_out(server):
-    with (
-        server.another_http(with_page=False) as address,
-        httpx.Client(base_url=f"http://{address}", timeout=LIMIT) as http,
-    ):
+    with server.another_client(with_page=False) as http:
         for path in ("/", "/page", *map(place_of, FILES)):
             assert http.get(path).status_code == 404
         assert http.get("/health").status_code == 200

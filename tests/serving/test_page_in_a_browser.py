@@ -17,7 +17,7 @@ from serving.tls import Certificates
 from tests.serving.certificates import authority, signed
 from tests.serving.drafters import known_text_engine
 from tests.serving.live import LiveServer
-from tests.waiting import LIMIT, eventually
+from tests.waiting import eventually
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -125,8 +125,7 @@ def page(server, driver) -> Iterator[Page]:
 def answer_of(server: LiveServer, **changes) -> dict:
     """The API's answer to the page's request."""
     body = dict(prompt=PROMPT, max_tokens=NUM_TOKENS, temperature=0, return_rounds=True)
-    url = f"http://{server.http_address}/v1/completions"
-    return httpx.post(url, json=body | changes, timeout=LIMIT).json()
+    return server.post("/v1/completions", **body | changes).json()
 
 
 def fates(rounds: list[dict]) -> list[str]:

@@ -18,18 +18,19 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.served import Served
-from peagle_jax import EngineConfig, SamplingParams, load
+from peagle_jax import SamplingParams, load
 from serving.app import END_SECONDS
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests.cli import conftest
+from tests.programs import OneBucketConfig
 from tests.serving.processes import Processes, connections, is_running, stopped
 from tests.waiting import LIMIT, eventually
 
 folders, broken = conftest.folders, conftest.broken
 Status = grpc.StatusCode
 STATUSES = health_pb2.HealthCheckResponse
-SIZES = ("--max-model-len", "256", "--max-num-seqs", "8", "--prefill-chunk", "16", "-K", "3")
+SIZES = ("--max-model-len", "256", "--max-num-seqs", "2", "--prefill-chunk", "16", "-K", "3")
 LONG = pb.Stopping(max_tokens=200, ignore_eos=True)
 NUM_CONNECTIONS = 16
 
@@ -104,8 +105,8 @@ def test_texts_of_many_clients_are_those_of_the_engine(two, folders):
     """Greedy, with K by load, half of them over HTTP."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, 60, rng.integers(1, 60)).tolist() for _ in range(32)]
-    sizes = dict(max_model_len=256, max_num_seqs=8, prefill_chunk=16, num_draft=3)
-    engine = load(folders.target, folders.peagle, config=EngineConfig(**sizes))
+    sizes = dict(max_model_len=256, max_num_seqs=2, prefill_chunk=16, num_draft=3)
+    engine = load(folders.target, folders.peagle, config=OneBucketConfig(**sizes))
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     expected = [one.tokens for one in engine.generate(prompts, params)]
     stopping = pb.Stopping(max_tokens=40, ignore_eos=True)

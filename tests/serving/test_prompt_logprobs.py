@@ -3,7 +3,6 @@
 import json
 
 import grpc
-import httpx
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
@@ -181,7 +180,7 @@ def test_the_client_writes_them_as_json(scoring, expected, capsys):
 
 
 def test_a_server_without_the_program_refuses_by_the_clients_own_name(live):
-    with live.another_http() as address, httpx.Client(base_url=f"http://{address}") as client:
+    with live.another_client() as client:
         asks = {"echo": dict(echo=True, logprobs=1), "prompt_logprobs": dict(prompt_logprobs=0)}
         for name, fields in asks.items():
             error = client.post("/v1/completions", json=dict(prompt="a") | fields).json()["error"]

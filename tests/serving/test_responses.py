@@ -3,7 +3,6 @@
 import contextlib
 import json
 
-import httpx
 import pytest
 
 from tests.serving.scripted import CALL, PARAMETERS, READ
@@ -109,7 +108,7 @@ WRONG = {
 @pytest.mark.parametrize("field", WRONG)
 def test_mistakes_are_refused_by_field(scripted, field):
     content = {"model": "tiny", "input": "Hi"} | WRONG[field]
-    answer = httpx.post(f"http://{scripted.live.http_address}/v1/responses", json=content)
+    answer = scripted.live.post("/v1/responses", **content)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field.strip()
     assert answer.json()["error"]["message"].startswith(f"{field.strip()}: ")
@@ -117,8 +116,7 @@ def test_mistakes_are_refused_by_field(scripted, field):
 
 @pytest.fixture
 def post(scripted):
-    url = f"http://{scripted.live.http_address}"
-    return lambda path, **content: httpx.post(url + path, json=content)
+    return scripted.live.post
 
 
 def test_texts_become_tokens_and_back(scripted, post):

@@ -21,10 +21,7 @@ OURS, FOREIGN = {"origin": "https://chat.example"}, {"origin": "https://evil.exa
 def shared_origin(server):
     """A client of a server with a token that pages of one origin may use."""
     origins = Settings(allowed_origins="https://Chat.example , http://localhost:3000").origins
-    with (
-        server.another_http(allowed_origins=origins, tokens=[b"sesame"]) as address,
-        httpx.Client(base_url=f"http://{address}", timeout=LIMIT) as client,
-    ):
+    with server.another_client(allowed_origins=origins, tokens=[b"sesame"]) as client:
         yield client
 
 

@@ -226,10 +226,6 @@ def test_only_the_given_environment_is_read(monkeypatch):
     assert resolve([])[0].port == 5
 
 
-def test_variables_of_others_do_not_count():
-    assert settings(PEAGLE_SHA="abc", PEAGLES="1", PATH="/bin") == Settings()
-
-
 @pytest.mark.parametrize(
     ("given", "word"),
     [

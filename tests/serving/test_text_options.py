@@ -6,7 +6,6 @@ import pytest
 from tests.serving.scripted import END, Scripted
 from tests.serving.test_http import events
 from tests.serving.test_http_errors import refusal
-from tests.waiting import LIMIT
 
 MARK = "<|mark|>"
 MIDDLE = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
@@ -30,9 +29,7 @@ def ask(scripted, request):
         content = body | {"max_tokens": 64, "stream": stream} | options
         if stream:
             content["stream_options"] = {"include_usage": True}
-        answer = httpx.post(
-            f"http://{scripted.live.http_address}{request.param}", json=content, timeout=LIMIT
-        )
+        answer = scripted.live.post(request.param, **content)
         if not stream:
             choice = answer.json()["choices"][0]
             text = choice["text"] if "text" in choice else choice["message"]["content"]
@@ -78,7 +75,7 @@ def test_a_text_may_have_special_tokens(scripted, ask, stream):
 def test_offsets_count_the_special_tokens_of_a_text(scripted):
     scripted.say(f"a{MARK}b")
     body = {"prompt": "hi", "max_tokens": 9, "logprobs": 0, "skip_special_tokens": False}
-    answer = httpx.post(f"http://{scripted.live.http_address}{COMPLETIONS}", json=body)
+    answer = scripted.live.post(COMPLETIONS, **body)
     scores = answer.json()["choices"][0]["logprobs"]
     assert scores["text_offset"] == [0, 1, 1 + len(MARK), 2 + len(MARK)]
 

@@ -7,7 +7,6 @@ import threading
 import time
 
 import grpc
-import httpx
 import pytest
 
 from peagle_jax import SamplingParams
@@ -88,7 +87,7 @@ def call(server: LiveServer, path: str, text: str) -> str:
     """The message of the refusal with INVALID_ARGUMENT or 400."""
     request = CALLS[path](text)
     if path.startswith("/"):
-        answer = httpx.post(f"http://{server.http_address}{path}", json=request, timeout=SECONDS)
+        answer = server.post(path, **request)
         assert answer.status_code == 400, answer.text
         return answer.json()["error"]["message"]
     client = Client(server.address)
@@ -228,33 +227,6 @@ def test_long_texts_share_threads_and_delay_no_short_text(threads):
     assert not any("MainThread" in name for name in held.threads)
 
 
-def test_work_of_a_client_that_left_occupies_its_thread_only():
-    held = Held()
-
-    async def leave():
-        pool = BoundedPool("test", "texts", num_threads=1, max_waiting=2)
-        work = lambda: held.encode("a" * 5000)
-        running = asyncio.create_task(pool.run(work))
-        await soon(lambda: held.running == 1)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        waiting = asyncio.create_task(pool.run(work))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        next_one = asyncio.create_task(pool.run(work))
-        await asyncio.sleep(0)
-        assert held.running == 1  # the first still has the only thread
-        held.released.set()
-        assert await next_one == [5000]
-        pool.close()
-        with pytest.raises(ServiceError, match="shuts down"):
-            await pool.run(work)
-
-    asyncio.run(leave())
-    assert (held.ended, held.most) == (2, 1)
-
-
 def test_a_closed_pool_refuses_all_that_wait():
     held = Held()
 
@@ -303,10 +275,7 @@ def test_time_in_the_tokenizer_counts_towards_the_limit_of_a_request(hurried, ki
             assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert error.details().startswith("the time was up after")
     assert held.running == 1
-    answer = httpx.post(
-        f"http://{server.http_address}/v1/completions", json={"prompt": "a" * 5000}, timeout=LIMIT
-    )
-    assert answer.status_code == 504
+    assert server.post("/v1/completions", prompt="a" * 5000).status_code == 504
 
 
 def test_the_time_of_a_streams_request_begins_with_its_message(server, monkeypatch):
@@ -380,31 +349,3 @@ def test_closing_waits_for_the_thread_that_loads_the_chat_template(make_engine, 
 
 
 SECONDS = 60  # limit of every wait
-
-
-def test_names_of_many_tokens_are_made_outside_of_the_event_loop(tokenizer):
-    async def names(tokens):
-        threads = set()
-        encoder = Encoder(Watched(tokenizer, threads), Limits(), max_model_len=96)
-        found = await asyncio.wait_for(encoder.names(tokens, field="tokens"), SECONDS)
-        encoder.close()
-        await encoder.wait_closed(SECONDS)
-        return found, threads
-
-    for tokens, is_elsewhere in (([1, 2], False), ([1, 2] * 5000, True)):
-        found, threads = asyncio.run(names(tokens))
-        assert found == [tokenizer.name_of(token) for token in tokens]
-        assert len(threads) == 1
-        assert (threads != {threading.get_ident()}) == is_elsewhere
-
-
-class Watched:
-    """A tokenizer that notes the threads in which tokens are named."""
-
-    def __init__(self, tokenizer, threads: set[int]):
-        self._tokenizer, self._threads = tokenizer, threads
-        self.longest_token = tokenizer.longest_token
-
-    def name_of(self, token: int) -> str:
-        self._threads.add(threading.get_ident())
-        return self._tokenizer.name_of(token)

@@ -203,12 +203,6 @@ def test_a_random_model_calls_the_tool_that_it_must_call(client, temperature, is
     assert json.loads(call.function.arguments)["mode"] in ("r", "w")
 
 
-def test_a_random_model_calls_some_tool_where_one_is_required(client):
-    options = CHAT | dict(tool_choice="required", parallel_tool_calls=False)
-    message = client.chat.completions.create(**options).choices[0].message
-    assert message.tool_calls[0].function.name in ("open", "close")
-
-
 @pytest.mark.parametrize(
     "options",
     [
