@@ -137,7 +137,10 @@ class _Process:
         _prepare(begin)
         engine = _maker(begin)(begin.settings)
         worker = EngineWorker(
-            engine, waits_for_all=waits_for_all(begin.settings), before_ready=settle_heap
+            engine,
+            waits_for_all=waits_for_all(begin.settings),
+            before_ready=settle_heap,
+            quantization=begin.settings.quantization,
         )
         self._hub.describe(worker)
         return worker
