@@ -1,15 +1,23 @@
 """Bearer tokens: reads them from a file, and finds the one that a call carries."""
 
 import hmac
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from peagle_jax.config import ConfigError
 from serving.watched_files import WatchedFiles
 
+_SCOPE = re.compile(r"(\S+)\s+scope=(\S*)")
+
+
+class AdminToken(bytes):
+    """A token whose callers may also control the engine: update its weights, pause it."""
+
 
 class TokenFile(Sequence[bytes]):
-    """Bearer tokens of a file, one per line. Empty lines and lines that begin with # are skipped.
+    """Bearer tokens of a file, one per line: `TOKEN`, or `TOKEN scope=admin`. Empty lines and lines
+    that begin with # are skipped.
 
     The file is read again when it changes.
 
@@ -40,10 +48,20 @@ class TokenFile(Sequence[bytes]):
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self._path}: cannot read the bearer tokens ({error})") from error
         stripped = (line.strip() for line in lines)
-        tokens = tuple(line.encode() for line in stripped if line and not line.startswith("#"))
+        tokens = tuple(self._token(line) for line in stripped if line and line[0] != "#")
         if not tokens:
             raise ConfigError(f"{self._path}: holds no bearer token; write one a line")
         return tokens
+
+    def _token(self, line: str) -> bytes:
+        scoped = _SCOPE.fullmatch(line)
+        if scoped is None:
+            return line.encode()
+        if scoped[2] != "admin":
+            raise ConfigError(
+                f"{self._path}: scope={scoped[2]} is unknown; admin is the only scope"
+            )
+        return AdminToken(scoped[1].encode())
 
 
 def token_of(headers: Sequence[str | bytes], tokens: Sequence[bytes]) -> bytes | None:

@@ -9,8 +9,12 @@ import secrets
 import time
 from contextvars import ContextVar
 
+from serving.bearer_tokens import AdminToken
+from serving.errors import Code, ServiceError
+
 _KEY = secrets.token_bytes(32)
 _CURRENT: ContextVar[str] = ContextVar("caller", default="")
+_IS_ADMIN: ContextVar[bool] = ContextVar("is_admin", default=False)
 _ARRIVAL: ContextVar[float | None] = ContextVar("arrival", default=None)
 
 
@@ -22,6 +26,7 @@ def enter(token: bytes | None) -> None:
     """
     # Not the token: what names a caller may come into logs and error reports.
     arrive()
+    _IS_ADMIN.set(isinstance(token, AdminToken))
     _CURRENT.set("" if token is None else hmac.digest(_KEY, token, "sha256").hex())
 
 
@@ -33,6 +38,17 @@ def arrive() -> None:
 def current() -> str:
     """The caller of the current task."""
     return _CURRENT.get()
+
+
+def check_admin() -> None:
+    """Refuses the current caller unless its token has the admin scope.
+
+    Raises:
+      ServiceError: PERMISSION_DENIED.
+    """
+    if not _IS_ADMIN.get():
+        rule = "needs a token with the admin scope: TOKEN scope=admin in the file of the tokens"
+        raise ServiceError(Code.PERMISSION_DENIED, rule)
 
 
 def arrival() -> float:

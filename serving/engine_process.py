@@ -132,7 +132,10 @@ class _Process:
     def _start(self, begin: Begin) -> EngineWorker:
         engine = _make_engine(begin)
         worker = EngineWorker(
-            engine, waits_for_all=waits_for_all(begin.settings), before_ready=settle_heap
+            engine,
+            waits_for_all=waits_for_all(begin.settings),
+            before_ready=settle_heap,
+            quantization=begin.settings.quantization,
         )
         self._hub.describe(worker)
         return worker

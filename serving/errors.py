@@ -43,6 +43,7 @@ class ServiceError(Exception):
       retry_after: seconds until a retry makes sense; RESOURCE_EXHAUSTED and UNAVAILABLE only.
       is_too_large: whether HTTP answers with 413.
       reason: OpenAI's name of the error, where its clients look for one.
+      longest: characters of the message that are kept.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class ServiceError(Exception):
         retry_after: float | None = None,
         is_too_large: bool = False,
         reason: str | None = None,
+        longest: int = _LONGEST,
     ):
-        super().__init__(shortened(message, _LONGEST))
+        super().__init__(shortened(message, longest))
         self.code = code
-        self.message = shortened(message, _LONGEST)
+        self.message = shortened(message, longest)
         self.field = None if field is None else shortened(field, _LONGEST_FIELD)
         self.retry_after = retry_after
         self.is_too_large = is_too_large

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from peagle_jax import SamplingParams
 from peagle_jax.engine.host.scheduler import QueueFull
+from peagle_jax.errors import ConfigError, NotReady
 from peagle_jax.text.tokenizer import Tokenizer
 from serving import caller
 from serving.admission import Admission, late
@@ -30,7 +31,7 @@ from serving.constraints import Constraints
 from serving.errors import Code, ServiceError
 from serving.limits import Limits
 from serving.memory import MemoryReturn
-from serving.messages import Death, Event, Job, Listener, Load, Refused, Worker
+from serving.messages import Control, Death, Event, Job, Listener, Load, Refused, Worker
 from serving.metrics import Metrics
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ReplyParser
@@ -39,6 +40,8 @@ from serving.tokenizing import Encoder
 
 _log = logging.getLogger(__name__)
 _FEW_CORES = 2
+_LONGEST_REFUSAL = 2000
+"""Characters of a message about weights, which gRPC sends twice, within 8 KiB of trailers."""
 _STOP_SECONDS = 2.0  # for the last round of an engine that serves
 _POOL_SECONDS = 1.0  # for texts that are being tokenised when the server stops
 
@@ -256,10 +259,42 @@ class Frontend:
         Raises:
           ServiceError: UNAVAILABLE; the engine does not serve, or stopped serving meanwhile.
         """
+        salt = (caller.current(),)
+        return await self._answer(lambda answer: self._worker.flush_prefix_cache(salt, answer))
+
+    async def control(self, order: Control) -> str:
+        """Carries out an order of a caller with the admin scope; returns the weights' version.
+
+        Raises:
+          ServiceError: PERMISSION_DENIED, for any other caller; UNAVAILABLE; INVALID_ARGUMENT, for
+            weights that do not fit: the message has a line for each leaf; FAILED_PRECONDITION.
+        """
+        caller.check_admin()
+        answer = await self._answer(lambda answer: self._worker.control(order, answer))
+        if isinstance(answer, str):
+            _log.info("%s; the weights have version %s", order, answer)
+            return answer
+        if isinstance(answer, ServiceError):
+            raise answer
+        code = Code.INTERNAL
+        if isinstance(answer, ConfigError):
+            code = Code.INVALID_ARGUMENT
+        elif isinstance(answer, NotReady):
+            code = Code.FAILED_PRECONDITION
+        raise ServiceError(code, str(answer), longest=_LONGEST_REFUSAL)
+
+    async def _answer[T](self, ask: Callable[[Callable[[T], object]], None]) -> T:
+        """What the engine answers.
+
+        Args:
+          ask: asks it; its argument is to be called with the answer.
+
+        Raises:
+          ServiceError: UNAVAILABLE; the engine does not serve, or stopped serving meanwhile.
+        """
         self._check_state()
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        answer = lambda num_pages: done.done() or done.set_result(num_pages)
-        self._worker.flush_prefix_cache((caller.current(),), answer)
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        ask(lambda value: done.done() or done.set_result(value))
         changed = asyncio.create_task(self.change(self.state))
         try:
             await asyncio.wait({done, changed}, return_when=asyncio.FIRST_COMPLETED)

@@ -207,6 +207,8 @@ class Hub:
                 self._worker.flush_prefix_cache(
                     salt, lambda pages: self.send("answer", call, pages)
                 )
+            case "control", call, order:
+                self._worker.control(order, lambda answer: self.send("answer", call, answer))
             case "compile", call, constraint, number:
                 self._pool.submit(self._compile, call, constraint, number)
             case "forget", place:

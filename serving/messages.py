@@ -4,7 +4,7 @@ No jax here.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.engine.host.pages import Salt
@@ -18,6 +18,10 @@ MatcherOf = Hashable
 """A constraint compiled for one sequence: a `Matcher` where the engine is, elsewhere what stands
 for one.
 """
+
+
+FIRST_VERSION = "0"
+"""Of the weights that an engine begins with."""
 
 
 class Checked(NamedTuple):
@@ -71,6 +75,8 @@ class Ended(NamedTuple):
     start_time: float | None
     first_token_time: float | None
     finish_time: float | None
+    versions: list[tuple[int, str]]
+    """Of the weights that wrote the output, each with its first token's index."""
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -92,6 +98,28 @@ class Tokens(NamedTuple):
     """Prompt tokens that the prefix cache had."""
     prompt_logprobs: list[PromptLogprob | None] | None = None
     """With the first tokens of a sequence, if its request has `prompt_logprobs`."""
+
+
+Running = Literal["keep", "finish", "abort"]
+"""What becomes of requests that run, see `Engine.update_weights`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightUpdate:
+    """An order to replace weights, as `Engine.update_weights` does.
+
+    Args:
+      folder, head: folders of the target's weights and the head's; None: they stay.
+    """
+
+    folder: str | None
+    head: str | None
+    version: str | None
+    running: Running
+
+
+Control = WeightUpdate | Literal["pause", "resume"]
+"""What a caller with the admin scope may order."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +168,8 @@ class Load:
     """Tokens per second that the last choice of K predicts; 0 before the first."""
     num_tokens: int = 0
     """Tokens generated for requests so far, over all servers of the engine."""
+    version: str = FIRST_VERSION
+    """Of the weights."""
 
     @property
     def kv_usage(self) -> float:
@@ -230,6 +260,15 @@ class Worker(Protocol):
 
         Args:
           on_done: called in the event loop with the number of pages; not after `stop` or a death.
+        """
+
+    def control(self, order: Control, on_done: Callable[[str | Exception], None]) -> None:
+        """Carries out an order between two rounds. Rounds go on while weights are read.
+
+        Args:
+          on_done: called in the event loop with the version of the weights then, or with what went
+            wrong: `ConfigError` or `NotReady`, and another error of an engine that goes on; not
+            after `stop` or a death.
         """
 
     def prepare_matchers(self) -> None:

@@ -299,6 +299,11 @@ class _EngineCollector(Collector):
         )
         info.add_metric([*self._values, str(self._config.page_size), str(load.pages_total)], 1.0)
         yield info
+        weights = GaugeMetricFamily(
+            "peagle:weights_info", "Version of the weights.", labels=[*self._names, "version"]
+        )
+        weights.add_metric([*self._values, load.version], 1.0)
+        yield weights
 
     def _device_memory(self) -> Metric:
         memory = GaugeMetricFamily(

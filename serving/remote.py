@@ -15,7 +15,7 @@ from peagle_jax.engine.host.stats import DeviceMemory
 from peagle_jax.text.tokenizer import Tokenizer
 from serving.errors import Code, ServiceError
 from serving.frames import Channel, ClosedError, encode, unpacked
-from serving.messages import Checked, Death, Description, Job, Listener
+from serving.messages import Checked, Control, Death, Description, Job, Listener
 
 _log = logging.getLogger(__name__)
 GONE = Death("process ended", "its process has ended")
@@ -94,6 +94,10 @@ class RemoteEngine:
     def flush_prefix_cache(self, salt: Salt, on_done: Callable[[int], None]) -> None:
         done = lambda answer: None if answer.exception() else on_done(answer.result())
         self._call("flush", salt).add_done_callback(done)
+
+    def control(self, order: Control, on_done: Callable[[str | Exception], None]) -> None:
+        done = lambda answer: on_done(answer.exception() or answer.result())
+        self._call("control", order).add_done_callback(done)
 
     def prepare_matchers(self) -> None:
         """Called in threads."""

@@ -124,6 +124,8 @@ class Usage:
     acceptance: Acceptance
     time_to_first_token: float
     duration: float
+    versions: list[str]
+    """Of the weights that wrote the output, in their order."""
 
 
 _NO_TEXT = ReplyPart()
@@ -356,6 +358,9 @@ class Stream:
             acceptance=Acceptance.of([*self.requests, *running]),
             time_to_first_token=0.0 if first is None else first - self.arrival,
             duration=now - self.arrival,
+            versions=list(
+                dict.fromkeys(one for request in self.requests for _, one in request.versions)
+            ),
         )
 
     def close(self) -> None:

@@ -16,8 +16,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Literal
+
+import jax
 
 from peagle_jax import ConfigError, Engine
+from peagle_jax.checkpoint import Quantization, load_head, load_target
 from peagle_jax.cli import runs
 from peagle_jax.engine.device.compilation import CompileError, Progress
 from peagle_jax.engine.device.memory import device_memory
@@ -27,10 +31,14 @@ from peagle_jax.engine.host.request import Request
 from peagle_jax.engine.host.scheduler import QueueFull
 from peagle_jax.engine.host.stats import Acceptance, DeviceMemory
 from peagle_jax.engine.structured.grammar import Matcher
+from peagle_jax.errors import NotReady
+from peagle_jax.method.draft_head import DraftHead
+from peagle_jax.models import Decoder
 from serving.constraint_memory import ConstraintMemory
 from serving.memory import c_library_trim
 from serving.messages import (
     Checked,
+    Control,
     Death,
     Description,
     Ended,
@@ -40,6 +48,7 @@ from serving.messages import (
     Load,
     Refused,
     Tokens,
+    WeightUpdate,
 )
 
 _LONGEST_PAUSE = 1.5
@@ -104,6 +113,24 @@ def _caller(loop: asyncio.AbstractEventLoop) -> Callable[..., None]:
     return call
 
 
+def _host() -> jax.Device | None:
+    """The processor; None, as with JAX_PLATFORMS=cuda, if jax has devices only."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
+def _portable(error: Exception) -> Exception:
+    """An error as another process takes it, without its frames; one that is no mistake of the
+    caller is logged.
+    """
+    if isinstance(error, ConfigError | NotReady):
+        return error.with_traceback(None)
+    _log.error("the weights stay as they are", exc_info=error)
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
 class EngineWorker:
     """Runs an engine in a daemon thread: `messages.Worker` in the process of the engine.
 
@@ -112,6 +139,7 @@ class EngineWorker:
       waits_for_all: whether requests are served once all programs are loaded; else once the largest
         batch is compiled, and the others compile beside requests.
       before_ready: called in the engine's thread when it is warm, before requests can be served.
+      quantization: of the target while it is read, see `load_target`.
     """
 
     def __init__(
@@ -120,8 +148,10 @@ class EngineWorker:
         *,
         waits_for_all: bool = False,
         before_ready: Callable[[], None] = lambda: None,
+        quantization: Quantization | None = None,
     ):
-        self._before_ready = before_ready
+        self._before_ready, self._quantization = before_ready, quantization
+        self._reading = threading.Lock()
         self._engine, self._waits_for_all = engine, waits_for_all
         self._grammars = engine.grammars
         parts = engine.config, engine.target_config, engine.drafter_config, engine.tokenizer
@@ -177,6 +207,12 @@ class EngineWorker:
 
     def flush_prefix_cache(self, salt: Salt, on_done: Callable[[int], None]) -> None:
         self._mail.put(("flush", salt, on_done))
+
+    def control(self, order: Control, on_done: Callable[[str | Exception], None]) -> None:
+        if isinstance(order, WeightUpdate):
+            threading.Thread(target=self._read, args=(order, on_done), daemon=True).start()
+        else:
+            self._mail.put((order, on_done))
 
     def prepare_matchers(self) -> None:
         self._grammars.prepare()
@@ -278,9 +314,61 @@ class EngineWorker:
         self._engine.load(program)
         self._mail.put(_TIME_IDLE)
 
+    def _read(self, order: WeightUpdate, on_done: Callable) -> None:
+        """Reads the folders of an update beside the rounds, one update after the other."""
+        with self._reading:
+            try:
+                models = self._read_models(order)
+            except Exception as error:
+                self._post(on_done, _portable(error))
+            else:
+                self._mail.put(("update", order, models, on_done))
+
+    def _read_models(self, order: WeightUpdate) -> tuple[Decoder | None, DraftHead | None]:
+        """The models of an update, in memory of the host: the device may have room for one."""
+        engine, dtype = self._engine, self._engine.config.dtype
+        with jax.default_device(_host()):
+            target = head = None
+            if order.folder is not None:
+                rules = dict(dtype=dtype, quantization=self._quantization)
+                target = load_target(order.folder, **rules)
+            if order.head is not None:
+                head = load_head(order.head, engine.target_config, dtype=dtype)
+        return target, head
+
+    def _update(self, order: WeightUpdate, models: tuple) -> str | Exception:
+        def notify(request: Request, tokens: list[int]) -> None:
+            # Not with the round's: a request may take long to finish.
+            self._post(self._deliver, [self._event(request, tokens)], len(tokens))
+
+        target, head = models
+        try:
+            self._engine.update_weights(
+                target,
+                head=head,
+                version=order.version,
+                running=order.running,
+                donate=True,
+                on_update=notify,
+            )
+        except (ConfigError, NotReady) as error:
+            return _portable(error)
+        except RuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return _portable(error)
+        return self._engine.version
+
+    def _pause(self, order: Literal["pause", "resume"]) -> str:
+        getattr(self._engine, order)()
+        return self._engine.version
+
     def _step(self) -> bool:
         """Reads the mail, then runs a round if there is work. Returns False after `stop`."""
         events: list[Event] = []
+        answers: list[
+            tuple[Callable, str | Exception]
+        ] = []  # after the load, which has the version
         for item in self._all_mail():
             match item:
                 case "submit", jobs:
@@ -289,6 +377,10 @@ class EngineWorker:
                     events += self._end(key)
                 case "flush", salt, on_done:
                     self._post(on_done, self._engine.flush_prefix_cache(salt))
+                case ("pause" | "resume") as order, on_done:
+                    answers.append((on_done, self._pause(order)))
+                case "update", order, models, on_done:
+                    answers.append((on_done, self._update(order, models)))
                 case ("time idle",) if not self._engine.has_work and self._engine.time_idle_round():
                     self._mail.put(_TIME_IDLE)  # one run at a time: requests come first
                 case "stop", done:
@@ -310,6 +402,8 @@ class EngineWorker:
         self._num_tokens += num_tokens
         self.load = self._measure()
         self._post(self._deliver, events, num_tokens)
+        for on_done, value in answers:
+            self._post(on_done, value)
         return True
 
     def _all_mail(self) -> list:
@@ -402,4 +496,5 @@ class EngineWorker:
             num_draft_changes=0 if policy is None else policy.num_changes,
             predicted_rate=0.0 if policy is None else policy.rate,
             num_tokens=self._num_tokens,
+            version=self._engine.version,
         )

@@ -20,6 +20,7 @@ from serving.frontend import Frontend, State
 from serving.http.chat import Chat
 from serving.http.completions import Completions
 from serving.http.connection import RESERVED
+from serving.http.control import Pauses, Weights
 from serving.http.errors import answer, dialect_of, error_answer, no_such_model
 from serving.http.generation import Generation, Reader
 from serving.http.messages import CountTokens, Messages
@@ -62,7 +63,9 @@ def make_app(
         CountInputTokens(frontend),
         Tokenize(frontend),
         Detokenize(frontend),
+        Weights(frontend),
     ]
+    pauses = Pauses(frontend)
     routes = [
         Route("/health", pages.health),
         Route("/ping", pages.health, methods=["GET", "POST"]),
@@ -70,6 +73,8 @@ def make_app(
         Route("/metrics", pages.metrics),
         Route("/version", pages.version),
         Route("/reset_prefix_cache", pages.reset_prefix_cache, methods=["POST"]),
+        Route("/pause", pauses.pause, methods=["POST"]),
+        Route("/resume", pauses.resume, methods=["POST"]),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),
         Route("/tokenizer_info", pages.tokenizer_info),
@@ -230,6 +235,7 @@ class _Pages:
             "parent": None,
             "max_model_len": frontend.config.max_model_len,
             "method": frontend.method,
+            "weights_version": frontend.load.version,
             "num_speculative_tokens": frontend.config.num_draft,
         }
 

@@ -15,7 +15,7 @@ from functools import partial
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from serving import request_ids
+from serving import caller, request_ids
 from serving.bounded_pool import BoundedPool
 from serving.errors import Code, ServiceError, failure, invalid
 from serving.frontend import Frontend
@@ -63,6 +63,8 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply, body = Reply(scope, receive, send, self._route.dialect), self._reader.body()
         try:
+            if self._route.is_for_admins:
+                caller.check_admin()
             await body.read(Headers(scope=scope), receive, self._reader.max_bytes)
             await self._while_connected(receive, self._work(scope, body, reply))
         except Gone:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from peagle_jax.engine.host.request import PromptLogprob, TokenLogprob
 from peagle_jax.engine.host.stats import Acceptance
 from peagle_jax.text.tokenizer import Detokenizer, Tokenizer
-from serving.messages import Ended
+from serving.messages import FIRST_VERSION, Ended
 from serving.rounds import RoundReport, token_name
 from serving.stream import Stream
 from serving.turns import Later
@@ -136,6 +136,9 @@ def final_usage(streams: Sequence[Stream]) -> dict:
         "accepted_prediction_tokens": counts.accepted,
         "rejected_prediction_tokens": counts.drafted - counts.accepted,
     }
+    versions = list(dict.fromkeys(version for one in usages for version in one.versions))
+    if versions not in ([], [FIRST_VERSION]):
+        usage["weights_versions"] = versions
     return usage
 
 

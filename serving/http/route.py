@@ -115,11 +115,13 @@ class Route[F: Fields](ABC):
       path: as in the URL.
       dialect: the API it belongs to.
       fields: the fields of its requests.
+      is_for_admins: whether bodies of callers without the admin scope are refused unread.
     """
 
     path: str
     dialect: Dialect
     fields: type[F]
+    is_for_admins = False
 
     def __init__(self, frontend: Frontend):
         self._frontend, self._ignored = frontend, IgnoredFields(self.path)

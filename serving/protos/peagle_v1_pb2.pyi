@@ -13,10 +13,21 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
+
+class Running(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RUNNING_UNSPECIFIED: _ClassVar[Running]
+    RUNNING_KEEP: _ClassVar[Running]
+    RUNNING_FINISH: _ClassVar[Running]
+    RUNNING_ABORT: _ClassVar[Running]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
+RUNNING_UNSPECIFIED: Running
+RUNNING_KEEP: Running
+RUNNING_FINISH: Running
+RUNNING_ABORT: Running
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "tokens", "chat", "sampling", "stopping", "speculation", "output", "n", "cache_salt", "priority", "structured")
@@ -284,20 +295,22 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "acceptance", "time_to_first_token", "duration", "cached_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "acceptance", "time_to_first_token", "duration", "cached_tokens", "weights_versions")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DURATION_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     acceptance: Acceptance
     time_to_first_token: float
     duration: float
     cached_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., time_to_first_token: _Optional[float] = ..., duration: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    weights_versions: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., time_to_first_token: _Optional[float] = ..., duration: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., weights_versions: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Acceptance(_message.Message):
     __slots__ = ("rounds", "drafted", "accepted", "accepted_per_position", "acceptance_length", "emitted", "drafted_per_position")
@@ -344,7 +357,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("name", "max_model_len", "vocab_size", "eos_token_ids", "method", "num_speculative_tokens", "dtype", "has_tokenizer", "max_num_seqs", "max_logprobs", "tensor_parallel")
+    __slots__ = ("name", "max_model_len", "vocab_size", "eos_token_ids", "method", "num_speculative_tokens", "dtype", "has_tokenizer", "max_num_seqs", "max_logprobs", "tensor_parallel", "weights_version")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -356,6 +369,7 @@ class GetModelInfoResponse(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     max_model_len: int
     vocab_size: int
@@ -367,7 +381,8 @@ class GetModelInfoResponse(_message.Message):
     max_num_seqs: int
     max_logprobs: int
     tensor_parallel: int
-    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., method: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
+    weights_version: str
+    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., method: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., weights_version: _Optional[str] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()
@@ -413,3 +428,37 @@ class GetStatsResponse(_message.Message):
     prefix_tokens_found: int
     kv_pages_idle: int
     def __init__(self, state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., batch_sizes_pending: _Optional[int] = ..., num_speculative_tokens_per_batch_size: _Optional[_Mapping[int, int]] = ..., num_speculative_tokens_changes: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_found: _Optional[int] = ..., kv_pages_idle: _Optional[int] = ...) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("folder", "head", "version", "running")
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    head: str
+    version: str
+    running: Running
+    def __init__(self, folder: _Optional[str] = ..., head: _Optional[str] = ..., version: _Optional[str] = ..., running: _Optional[_Union[Running, str]] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    def __init__(self, version: _Optional[str] = ...) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PauseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -25,6 +25,170 @@ if _version_not_supported:
     )
 
 
+class ControlStub:
+    """Only callers whose token has the admin scope; others get PERMISSION_DENIED and nothing is read.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.UpdateWeights = channel.unary_unary(
+                '/peagle.v1.Control/UpdateWeights',
+                request_serializer=serving_dot_protos_dot_peagle__v1__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=serving_dot_protos_dot_peagle__v1__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/peagle.v1.Control/Pause',
+                request_serializer=serving_dot_protos_dot_peagle__v1__pb2.PauseRequest.SerializeToString,
+                response_deserializer=serving_dot_protos_dot_peagle__v1__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/peagle.v1.Control/Resume',
+                request_serializer=serving_dot_protos_dot_peagle__v1__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=serving_dot_protos_dot_peagle__v1__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+
+
+class ControlServicer:
+    """Only callers whose token has the admin scope; others get PERMISSION_DENIED and nothing is read.
+    """
+
+    def UpdateWeights(self, request, context):
+        """Replaces weights; nothing compiles. Requests are served while they are read. INVALID_ARGUMENT: they do not
+        fit, and the old ones stay; the message names what differs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pause(self, request, context):
+        """Stops after the rounds in flight. Requests keep their places, and new ones wait.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ControlServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=serving_dot_protos_dot_peagle__v1__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=serving_dot_protos_dot_peagle__v1__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=serving_dot_protos_dot_peagle__v1__pb2.PauseRequest.FromString,
+                    response_serializer=serving_dot_protos_dot_peagle__v1__pb2.PauseResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=serving_dot_protos_dot_peagle__v1__pb2.ResumeRequest.FromString,
+                    response_serializer=serving_dot_protos_dot_peagle__v1__pb2.ResumeResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'peagle.v1.Control', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('peagle.v1.Control', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Control:
+    """Only callers whose token has the admin scope; others get PERMISSION_DENIED and nothing is read.
+    """
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/peagle.v1.Control/UpdateWeights',
+            serving_dot_protos_dot_peagle__v1__pb2.UpdateWeightsRequest.SerializeToString,
+            serving_dot_protos_dot_peagle__v1__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/peagle.v1.Control/Pause',
+            serving_dot_protos_dot_peagle__v1__pb2.PauseRequest.SerializeToString,
+            serving_dot_protos_dot_peagle__v1__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/peagle.v1.Control/Resume',
+            serving_dot_protos_dot_peagle__v1__pb2.ResumeRequest.SerializeToString,
+            serving_dot_protos_dot_peagle__v1__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class GenerationStub:
     """Missing associated documentation comment in .proto file."""
 

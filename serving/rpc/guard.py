@@ -17,12 +17,14 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from serving import caller
-from serving.bearer_tokens import token_of
+from serving.bearer_tokens import AdminToken, token_of
 from serving.errors import Code, ServiceError, failure, invalid, too_large
 from serving.rpc.wire import Excess, WireLimits, find_excess
 
 _log = logging.getLogger(__name__)
 _OPEN = "/grpc.health.v1.Health/"
+CONTROL = "peagle.v1.Control"
+"""The service of callers with the admin scope."""
 _MESSAGE_SECONDS = 60.0  # from the headers of a call to the end of its request
 
 Report = Callable[[ServiceError], None]
@@ -82,6 +84,8 @@ class Guard(grpc.aio.ServerInterceptor):
             behaviour, read = _refuse, _read_nothing
             if handler.response_streaming:
                 behaviour = _refuse_stream
+        elif details.method.startswith(f"/{CONTROL}/") and not isinstance(token, AdminToken):
+            behaviour, read = _refuse_caller, _read_nothing
         else:
             behaviour = _behaviour(handler)
             read = _reader(handler, self._limits, self._limits.of(details.method))
@@ -228,6 +232,10 @@ async def _refuse(request, context):
     raise ServiceError(
         Code.UNAUTHENTICATED, "send one known token as metadata: authorization: Bearer TOKEN"
     )
+
+
+async def _refuse_caller(request, context):
+    caller.check_admin()
 
 
 async def _refuse_stream(request, context):

@@ -115,6 +115,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             max_num_seqs=config.max_num_seqs,
             max_logprobs=config.max_logprobs,
             tensor_parallel=config.tensor_parallel,
+            weights_version=frontend.load.version,
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context) -> pb.GetStatsResponse:
@@ -236,6 +237,7 @@ def _usage(usage: Usage) -> pb.Usage:
         acceptance=_acceptance(usage.acceptance),
         time_to_first_token=usage.time_to_first_token,
         duration=usage.duration,
+        weights_versions=usage.versions,
     )
 
 

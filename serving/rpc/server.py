@@ -13,7 +13,8 @@ from peagle_jax.sampling_params import MAX_BIAS
 from serving.frontend import Frontend, State
 from serving.protos import open_inference_pb2, peagle_v1_pb2, peagle_v1_pb2_grpc, vllm_engine_pb2
 from serving.rpc import foreign, open_inference, vllm
-from serving.rpc.guard import Guard, MessageLimits
+from serving.rpc.control import Control
+from serving.rpc.guard import CONTROL, Guard, MessageLimits
 from serving.rpc.health import HealthServicer
 from serving.rpc.peagle import Generation
 from serving.rpc.wire import WireLimits
@@ -122,13 +123,14 @@ class RpcServer:
         self._frontend = frontend
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         peagle_v1_pb2_grpc.add_GenerationServicer_to_server(Generation(frontend), self._server)
+        peagle_v1_pb2_grpc.add_ControlServicer_to_server(Control(frontend), self._server)
         self._server.add_generic_rpc_handlers(
             (vllm.make_handler(frontend), open_inference.make_handler(frontend))
         )
         if with_reflection:
             packages = (reflection_pb2.DESCRIPTOR.package, _REFLECTION)
             mirrors = [f"{package}.{_MIRROR.name}" for package in packages]
-            names = (*_SERVICES, health.SERVICE_NAME, *mirrors)
+            names = (*_SERVICES, CONTROL, health.SERVICE_NAME, *mirrors)
             pool = foreign.pool(_OWN_FILES, _FOREIGN_FILES)
             servicer = reflection.aio.ReflectionServicer(names, pool=pool)
             self._server.add_generic_rpc_handlers(

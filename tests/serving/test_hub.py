@@ -19,7 +19,9 @@ from serving.messages import Ended, Job, Load, Refused, Tokens
 from serving.worker import RunClock
 from tests.waiting import LIMIT, eventually
 
-ENDED = Ended("stop", 7, None, False, 9, 3, 4, 8, 12, 5, [3, 2], [4, 4, 4], 1.0, 2.0, 3.0)
+ENDED = Ended(
+    "stop", 7, None, False, 9, 3, 4, 8, 12, 5, [3, 2], [4, 4, 4], 1.0, 2.0, 3.0, [(0, "0")]
+)
 EVENTS = [
     Tokens((5, 0), [1, 2], [TokenLogprob(-0.5, [(3, -1.0)])] * 2, ENDED, Round([4, 5], 1, 2), 16),
     Tokens((5, 1), [], None, None, None),

@@ -19,9 +19,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.served import Served
 from peagle_jax import SamplingParams, load
+from peagle_jax.checkpoint import save_target
 from serving.app import END_SECONDS
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
+from tests import tiny
 from tests.cli import conftest
 from tests.programs import OneBucketConfig
 from tests.serving.processes import Processes, connections, is_running, stopped
@@ -365,6 +367,51 @@ def test_sighup_reads_files_again_and_ends_no_request(start, tmp_path):
         stats("second")
         with pytest.raises(grpc.RpcError):
             stats("first")
+    assert server.stop(60.0) == 0
+
+
+@pytest.mark.slow
+def test_an_engine_in_its_process_takes_other_weights_under_load(start, folders, tmp_path):
+    sizes = dict(vocab_size=conftest.VOCAB, max_position=conftest.MAX_POSITION)
+    for name, layers in (("other", 2), ("wrong", 1)):
+        save_target(tiny.target(3, num_layers=layers, **sizes), tmp_path / name, dtype="float32")
+    (tmp_path / "tokens").write_text("user\nroot scope=admin\n")
+    server = start("--auth-token-file", str(tmp_path / "tokens"))
+    with grpc.insecure_channel(server.address) as channel:
+        stub, control = (
+            make(channel)
+            for make in (peagle_v1_pb2_grpc.GenerationStub, peagle_v1_pb2_grpc.ControlStub)
+        )
+
+        def update(folder: Path, token: str = "root") -> str:
+            request = pb.UpdateWeightsRequest(folder=str(folder))
+            return control.UpdateWeights(request, metadata=bearer(token), timeout=LIMIT).version
+
+        def answer() -> tuple[list[int], list[str]]:
+            request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5, 6, 7]), stopping=LONG)
+            found = stub.GenerateOnce(request, metadata=bearer("user"), timeout=LIMIT)
+            return list(found.sequences[0].token_ids), list(found.usage.weights_versions)
+
+        text, versions = answer()
+        assert versions == ["0"]
+        for folder, token, code in (
+            ("other", "user", Status.PERMISSION_DENIED),
+            ("wrong", "root", Status.INVALID_ARGUMENT),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                update(tmp_path / folder, token)
+            assert caught.value.code() is code
+        assert "layers.1." in caught.value.details()
+        assert answer() == (text, ["0"])
+        request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5, 6, 7]), stopping=LONG)
+        streams = [begun(stub.Generate(request, metadata=bearer("user"))) for _ in range(16)]
+        assert update(tmp_path / "other") == "1"
+        assert {code for code, *_ in ends_of(streams)} == {Status.OK}
+        changed, versions = answer()
+        assert versions == ["1"]
+        assert changed != text
+        assert update(folders.target) == "2"
+        assert answer() == (text, ["2"])
     assert server.stop(60.0) == 0
 
 
