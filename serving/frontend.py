@@ -20,18 +20,30 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import get_args
 
 from peagle_jax import SamplingParams
 from peagle_jax.engine.host.scheduler import QueueFull
 from peagle_jax.errors import ConfigError, NotReady
 from peagle_jax.text.tokenizer import Tokenizer
-from serving import caller
+from serving import caller, request_ids
 from serving.admission import Admission, late
 from serving.constraints import Constraints
-from serving.errors import Code, ServiceError
+from serving.errors import Code, ServiceError, invalid
 from serving.limits import Limits
 from serving.memory import MemoryReturn
-from serving.messages import Control, Death, Event, Job, Listener, Load, Refused, Worker
+from serving.messages import (
+    Control,
+    Death,
+    Event,
+    Job,
+    Listener,
+    Load,
+    Refused,
+    Running,
+    WeightUpdate,
+    Worker,
+)
 from serving.metrics import Metrics
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ReplyParser
@@ -261,6 +273,25 @@ class Frontend:
         """
         salt = (caller.current(),)
         return await self._answer(lambda answer: self._worker.flush_prefix_cache(salt, answer))
+
+    async def update_weights(
+        self, folder: str | None, head: str | None, version: str | None, running: str
+    ) -> str:
+        """Replaces weights, see `WeightUpdate`; empty texts count as left out. Returns the version.
+
+        Raises:
+          ServiceError: as `control`; INVALID_ARGUMENT too if no folder is given, the version is no
+            short ASCII text, or `running` is no such way.
+        """
+        if not (folder or head):
+            raise invalid("folder", "give a folder of weights, or one of a head")
+        if running not in get_args(Running):
+            raise invalid("running", f"must be one of {', '.join(get_args(Running))}")
+        name = request_ids.request_id(version, field="version") if version else None
+        order = WeightUpdate(
+            folder=folder or None, head=head or None, version=name, running=running
+        )
+        return await self.control(order)
 
     async def control(self, order: Control) -> str:
         """Carries out an order of a caller with the admin scope; returns the weights' version.

@@ -3,14 +3,11 @@ client spells it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import get_args
 
 from peagle_jax import ConfigError, SamplingParams
 from peagle_jax.structured import Structured
-from serving import request_ids
 from serving.errors import PromptTooLong, invalid
 from serving.limits import Limits
-from serving.messages import Running, WeightUpdate
 
 _MAX_SALT = 256  # characters
 SPELLING = {"stop_ids": "stop_token_ids"}
@@ -50,23 +47,6 @@ def sampling_params(spelling: Mapping[str, str], limits: Limits, **values) -> Sa
         return SamplingParams(**values)
     except ConfigError as error:
         raise invalid(named(error.field), error.rule) from error
-
-
-def weight_update(
-    folder: str | None, head: str | None, version: str | None, running: str
-) -> WeightUpdate:
-    """An order to replace weights; empty texts count as left out.
-
-    Raises:
-      ServiceError: INVALID_ARGUMENT; no folder is given, the version is no short ASCII text, or
-        `running` is no such way.
-    """
-    if not (folder or head):
-        raise invalid("folder", "give a folder of weights, or one of a head")
-    if running not in get_args(Running):
-        raise invalid("running", f"must be one of {', '.join(get_args(Running))}")
-    name = request_ids.request_id(version, field="version") if version else None
-    return WeightUpdate(folder=folder or None, head=head or None, version=name, running=running)
 
 
 def cache_salt(given: str, *, field: str) -> str:

@@ -11,7 +11,6 @@ from serving.frontend import Frontend
 from serving.http.errors import OPENAI, answer, error_answer
 from serving.http.fields import Fields, Reading
 from serving.http.route import Caller, Encode, Route
-from serving.params import weight_update
 
 
 class WeightsFields(Fields):
@@ -36,10 +35,11 @@ class Weights(Route[WeightsFields]):
         return self._prepare(WeightsFields.read(content, Reading(strict)), caller)
 
     def _prepare(self, fields: WeightsFields, caller: Caller) -> Encode:
-        order = weight_update(fields.folder, fields.head, fields.version, fields.running)
+        given = fields.folder, fields.head, fields.version, fields.running
 
         async def encode() -> dict:
-            return {"object": "weights", "version": await self._frontend.control(order)}
+            version = await self._frontend.update_weights(*given)
+            return {"object": "weights", "version": version}
 
         return encode
 

@@ -3,7 +3,6 @@ others.
 """
 
 from serving.frontend import Frontend
-from serving.params import weight_update
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 
@@ -26,8 +25,8 @@ class Control(peagle_v1_pb2_grpc.ControlServicer):
     ) -> pb.UpdateWeightsResponse:
         """Replaces weights."""
         running = _RUNNING.get(request.running, str(request.running))
-        order = weight_update(request.folder, request.head, request.version, running)
-        return pb.UpdateWeightsResponse(version=await self._frontend.control(order))
+        given = request.folder, request.head, request.version, running
+        return pb.UpdateWeightsResponse(version=await self._frontend.update_weights(*given))
 
     async def Pause(self, request: pb.PauseRequest, context) -> pb.PauseResponse:
         """Stops after the rounds in flight."""
