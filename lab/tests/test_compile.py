@@ -165,25 +165,24 @@ def test_blocks_of_a_cluster_send_when_the_receiver_has_armed(chip, tmp_path):
         assert expected == [(str(8 * i), str(size)) for i, size in enumerate(received)]
 
 
-@pytest.mark.parametrize(
-    ("op", "spec"),
-    [
-        ("block_gemm", "per-row-wide-4096"),
-        ("rope_write", "llama-8b-one"),  # of several parts
-        ("rope_write", "llama-8b-many"),  # of one
-    ],
-)
+ROUNDED = ("per-row-wide-4096", "llama-8b-one", "llama-8b-many")
+"""A product with scales of rows; rotations of several parts, and of one."""
+
+
 @pytest.mark.parametrize("chip", [on("h200"), on("b200")])
-def test_products_are_rounded_before_they_are_added(op, spec, chip, tmp_path):
+def test_products_are_rounded_before_they_are_added(chip, tmp_path):
     """See `rounded_product`: the scale of a row and the sum of a chunk, and rotations. Interpreters
     never fuse."""
     if lacking := deviceless.missing():
         pytest.skip(lacking)
-    run("lab.deviceless", chip, tmp_path / "dump", f"--op={op}", f"--spec={spec}")
-    (file,) = (tmp_path / "dump").glob("*.ptx")
-    code = file.read_text(encoding="utf-8")
-    operations = re.findall(r"\b(?:fma|mul)\.(?:rn\.)?f32(?:x2)?\b", code)
-    assert set(operations) == {"mul.rn.f32"}
+    options = ("--op=block_gemm", "--op=rope_write", *(f"--spec={name}" for name in ROUNDED))
+    run("lab.deviceless", chip, tmp_path / "dump", *options)
+    files = list((tmp_path / "dump").glob("*.ptx"))
+    assert len(files) == len(ROUNDED)
+    for file in files:
+        code = file.read_text(encoding="utf-8")
+        operations = re.findall(r"\b(?:fma|mul)\.(?:rn\.)?f32(?:x2)?\b", code)
+        assert set(operations) == {"mul.rn.f32"}, file.name
 
 
 @pytest.mark.parametrize(

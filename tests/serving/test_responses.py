@@ -95,7 +95,7 @@ WRONG = {
     "input[0].content[0].type": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
     "input[0].call_id": {"input": [CALLED]},
     "tools[0].type": {"tools": [{"type": "custom", "name": "patch"}]},
-    "text.format.type": formatted(type="xml"),
+    "text.format.type": {"text": {"format": {"type": "xml"}}},
     "text.format.schema": formatted(schema={"not": {}}),
     "tools[0].strict": {"tools": [TOOL | {"strict": 5}]},
     "max_output_tokens": {"max_output_tokens": 0},

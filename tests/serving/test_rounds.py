@@ -121,8 +121,8 @@ def test_a_character_belongs_to_the_token_that_completes_it():
 
     euro = "€".encode()
     rounds = [Round([euro[0], 9], 1, 2), Round([], 0, 1), Round([8], 0, 1)]
-    tokens = [65, *euro, euro[0]]
-    delta = Delta(0, tokens=tokens, text="", logprobs=None, rounds=rounds, finish=object())
+    made = dict(tokens=[65, *euro, euro[0]], rounds=rounds, finish=object())
+    delta = Delta(index=0, text="", logprobs=None, **made)
     reports = RoundReports(Bytes()).of(0, delta)
     assert [one.texts for one in reports] == [["A"], ["", ""], ["€"], ["\ufffd"]]
     assert [one.drafts for one in reports] == [[], [str(euro[0]), "9"], [], ["8"]]
