@@ -12,7 +12,8 @@ A field of an options class is an option. Its type says how it is read, the docs
 
         num_prompts: int = 4
 
-gives `--num-prompts N`, a positive number. `option` is for what a type does not say. Nothing here
+gives `--num-prompts N`, a positive number. `option` is for what a type does not say. An option with
+the name of one of engines or requests has its help and, as a `str`, its values. Nothing here
 imports jax.
 """
 
@@ -37,12 +38,16 @@ from peagle_jax.cli.model_folders import check_folders
 from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig
 from peagle_jax.exclusions import ADAPTIVE
 from peagle_jax.extras import check_installed
+from peagle_jax.options import options_of
 from peagle_jax.presets import PRESETS
 from peagle_jax.removed import check_choice
+from peagle_jax.sampling_params import SamplingParams
 
 RESULTS = Path(__file__).parent / "results"
 PRESET_SUFFIX = "-fp8"  # suffix of presets with fp8 linear layers
 METHODS = ("none", "eagle3", "peagle")
+_DECLARED = {**options_of(SamplingParams), **options_of(EngineConfig)}
+"""Options of requests and engines by name."""
 _SHORT = {"k": "-K"}
 _ENTRY = re.compile(r"^ {0,2}(\w+): (.*(?:\n {2,}(?!\w+: )\S.*)*)", re.MULTILINE)
 """An option in the docstring of its class."""
@@ -115,6 +120,8 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
         is_positional = own.metadata.get("positional", False)
         flags.append(own.name if is_positional else "--" + own.name.replace("_", "-"))
         arguments = _of_type(hints[own.name], own.default) | own.metadata.get("arguments", {})
+        if hints[own.name] is str and own.name in _DECLARED:
+            arguments = {"choices": _DECLARED[own.name].choices}
         if own.default is MISSING and not is_positional:
             arguments["required"] = True
         is_shown = own.default not in (MISSING, None, ()) and not isinstance(own.default, bool)
@@ -128,8 +135,8 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
 
 
 def _texts(options: type) -> dict[str, str]:
-    """What the docstrings of a class and its bases say of each option."""
-    found: dict[str, str] = {}
+    """What the docstrings of a class and its bases, or `_DECLARED`, say of each option."""
+    found = {name: one.help for name, one in _DECLARED.items()}
     for one in reversed(options.__mro__):
         for name, text in _ENTRY.findall(inspect.cleandoc(one.__dict__.get("__doc__") or "")):
             found[name] = " ".join(text.split())
@@ -269,12 +276,11 @@ class FormatOptions(RowOptions):
 
     Args:
       dtype: type of weights and activations; auto: bfloat16 on an accelerator, float32 on a CPU
-      activations: how fp8 weights of the target read activations; fp8: quantised
     """
 
     group: ClassVar[str] = "model"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    activations: Literal["bf16", "fp8"] = "bf16"
+    activations: str = EngineConfig.activations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,9 +294,6 @@ class EngineOptions(FormatOptions):
       prefill_chunk: tokens per prefill call
       prefill_rows: prompts per prefill call
       small_prefills: also compile smaller prefill programs, for calls with few tokens
-      tensor_parallel: devices that run every round together
-      gather: how several devices exchange arrays: by collectives of the library, or by kernels
-        that write to their peers; auto: peers on Hopper GPUs linked by NVLink
     """
 
     layers: int | None = None
@@ -300,7 +303,7 @@ class EngineOptions(FormatOptions):
     prefill_rows: int = 8
     small_prefills: bool = False
     tensor_parallel: int = 1
-    gather: Literal["auto", "library", "peers"] = "auto"
+    gather: str = EngineConfig.gather
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +317,6 @@ class ModelOptions(FormatOptions):
       methods: methods to run: none (plain decoding), eagle3, peagle
       k: numbers of drafts per round
       quantization: quantise the target's matrices while reading
-      max_tokens: new tokens per prompt
       prompt_tokens: length of prompts that are cut from plain text
     """
 
@@ -342,11 +344,6 @@ class SweepOptions(ModelOptions):
     Args:
       chat: send prompts of JSON lines through the model's chat template; default: where --model
         has one
-      max_model_len: most tokens of a prompt and its output together
-      temperature: temperature; 0: greedy
-      ignore_eos: go on after the end-of-text token
-      draft_sampling: above temperature 0: draft the head's likeliest tokens, or draw them
-      verify_method: accept sampled drafts one by one, or in a block
       no_selector: ignore the head's selector
     """
 
@@ -354,8 +351,8 @@ class SweepOptions(ModelOptions):
     max_model_len: int = 2048
     temperature: float = 0.0
     ignore_eos: bool = False
-    draft_sampling: Literal["argmax", "sample"] = "argmax"
-    verify_method: Literal["token", "block"] = "token"
+    draft_sampling: str = EngineConfig.draft_sampling
+    verify_method: str = EngineConfig.verify_method
     no_selector: bool = False
 
     def drafting(self) -> dict[str, object]:

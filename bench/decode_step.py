@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal
 
 import jax
 import numpy as np
@@ -41,7 +40,7 @@ from bench.report import show
 from bench.synthetic import Scattered, synthetic_acceptance
 from bench.timing import dispatch_times, drive
 from peagle_jax.cli import runs
-from peagle_jax.config import ConfigError
+from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.devices import first_devices
 from peagle_jax.engine.engine import Engine
 from peagle_jax.exclusions import ADAPTIVE
@@ -79,8 +78,6 @@ class Options(CellOptions, EngineOptions):
       top_k: top-k of all requests; 0: off. With it or --top-p sampled rounds are rows of the kind
         filtered-step
       top_p: top-p of all requests; 1: off
-      draft_sampling: how the head chooses drafts
-      kv_cache_dtype: type of keys and values; auto: as --dtype
       prefills: repeats of the prefill alone; the row has their median
     """
 
@@ -96,8 +93,8 @@ class Options(CellOptions, EngineOptions):
     temperature: float = 1.0
     top_k: int = option(0, type=int)
     top_p: float = 1.0
-    draft_sampling: Literal["argmax", "sample"] = "argmax"
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    draft_sampling: str = EngineConfig.draft_sampling
+    kv_cache_dtype: str = EngineConfig.kv_cache_dtype
     prefills: int = 3
     out: Path = RESULTS / "decode_step.jsonl"
 

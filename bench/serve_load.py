@@ -79,10 +79,7 @@ class Options(RowOptions):
       rate: requests per second that arrive at random (Poisson), instead of --concurrency
       set: prompts: HumanEval, MT-Bench, NAME=FILE (JSON lines), or random (token ids)
       num_requests: requests at each concurrency or rate; four per client without it
-      max_tokens: new tokens per prompt
       prompt_tokens: tokens of the longest random prompt; of each one of a preset
-      temperature: temperature; 0: greedy
-      ignore_eos: go on after the end-of-text token
       goodput: also count requests within these limits: ttft:MS (time to first token), tpot:MS (time
         per output token), e2e:MS (whole request)
       seed: seed of arrivals and prompts

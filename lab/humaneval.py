@@ -77,7 +77,6 @@ class Options(SweepOptions):
       samples: samples of each problem
       num_prompts: number of problems; all 164 without it
       concurrency: requests at once
-      top_p: sample from the most likely tokens, up to this probability together
       seed: seed of the first sample
     """
 

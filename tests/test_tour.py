@@ -48,7 +48,10 @@ def test_what_a_page_names_exists(page):
 
 
 def test_a_name_that_is_gone_is_noticed():
-    text = "`tests/test_tour.py::missing` `tests/test_tour.py::lost` `nowhere.py` `peagle_jax/method/step.py::State.lost`"
+    text = (
+        "`tests/test_tour.py::missing` `tests/test_tour.py::lost` `nowhere.py` "
+        "`peagle_jax/method/step.py::State.lost`"
+    )
     assert missing(text) == [
         "tests/test_tour.py::lost",
         "nowhere.py",

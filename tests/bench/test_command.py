@@ -11,7 +11,9 @@ from bench.__main__ import PROGRAM, main
 from bench.command import Options, add_options, check_out
 from bench.decode_step import Options as DecodeStepOptions
 from bench.kernels import Options as KernelOptions
-from peagle_jax.config import ConfigError
+from peagle_jax.config import ConfigError, EngineConfig
+from peagle_jax.options import options_of
+from peagle_jax.sampling_params import SamplingParams
 
 
 def parse(line: str):
@@ -48,6 +50,20 @@ def test_examples_are_valid(name):
         options = parse(example.replace("\\\n", " "))
         options.check()
         hash(options)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "values"),
+    [
+        (EngineConfig, "activations", "{bf16,fp8}"),
+        (EngineConfig, "max_model_len", "N"),
+        (SamplingParams, "temperature", "X"),
+    ],
+)
+def test_an_option_of_engines_or_requests_is_the_products(owner, name, values, capsys):
+    text = " ".join(shown(["throughput", "--help"], capsys).split())
+    one = options_of(owner)[name]
+    assert f"--{one.flag} {values} {one.help} (default: " in text
 
 
 def test_what_a_type_does_not_say_is_refused():

@@ -20,7 +20,8 @@ _ROUTES: dict[str, type[Fields]] = {
 _HEAD = """\
 # Fields of the HTTP APIs
 
-`python -m tests.serving.field_table docs/fields.md` writes this page from the declarations in `serving/http`. A refusal
+`python -m tests.serving.field_table docs/fields.md` writes this page from the declarations in \
+`serving/http`. A refusal
 says why, and what to send instead. [serving.md](serving.md#fields-of-the-http-apis) has the rules.
 """
 

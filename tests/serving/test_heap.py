@@ -18,7 +18,8 @@ import gc, os, pathlib, sys, threading, time
 folder = pathlib.Path(os.environ["COLLECTIONS"])
 
 def watch():
-    while not (folder / "collect").exists() or gc.get_freeze_count() < 10_000:  # hundreds are at the start
+    # Hundreds are frozen at the start.
+    while not (folder / "collect").exists() or gc.get_freeze_count() < 10_000:
         time.sleep(0.01)
     start = time.thread_time()
     gc.collect()

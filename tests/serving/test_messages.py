@@ -38,7 +38,8 @@ def test_a_client_runs_a_loop_of_tools(scripted, claude):
     )
     assert (second.content[0].text, second.stop_reason) == ("It says 1.", "end_turn")
     as_chat = {"name": "read", "description": "Reads a file.", "parameters": TOOL["input_schema"]}
-    tools = f"<tools>{json.dumps([{'type': 'function', 'function': as_chat}])}</tools><|system|>Be brief."
+    listed = json.dumps([{"type": "function", "function": as_chat}])
+    tools = f"<tools>{listed}</tools><|system|>Be brief."
     assert scripted.prompts == [
         f"{tools}<|user|>Read!<|assistant|>",
         f"{tools}<|user|>Read!<|assistant|>I read "

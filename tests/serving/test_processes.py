@@ -231,7 +231,8 @@ def test_children_import_nothing_from_the_folder_that_the_server_starts_in(tmp_p
     trap = tmp_path / "serving" / "__init__.py"
     trap.parent.mkdir()
     trap.write_text("from pathlib import Path; Path(__file__).with_name('was-run').touch()")
-    code = "import sys; from serving.__main__ import main; sys.exit(main(['--port', '0', '--http-port', '-1', '--model', 'missing']))"
+    options = ["--port", "0", "--http-port", "-1", "--model", "missing"]
+    code = f"import sys; from serving.__main__ import main; sys.exit(main({options}))"
     run = dict(capture_output=True, text=True, timeout=LIMIT, check=False, cwd=tmp_path)
     run["env"] = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     made = subprocess.run([sys.executable, "-P", "-c", code], **run)
