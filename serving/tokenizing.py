@@ -83,8 +83,9 @@ class Encoder:
         """
         tokenizer = self._required(field)
         self._check_size(len(text), field, self.max_chars)
-        encode = _naming(field, lambda: tokenizer.encode(text, special=special))
-        return encode() if len(text) <= _SHORT else await self._run_long(encode, len(text))
+        encode = _naming(field, lambda: tokenizer.encode_in_time(text, special=special))
+        is_quick = len(text) <= _SHORT and not tokenizer.may_take_forever
+        return encode() if is_quick else await self._run_long(encode, len(text))
 
     async def chat(
         self,
@@ -117,7 +118,7 @@ class Encoder:
             text = _without_loss(render, messages)
             self._check_size(len(text), field, self.max_chars)
             # The template writes special tokens itself.
-            return tokenizer.encode(text, special=False)
+            return tokenizer.encode_in_time(text, special=False)
 
         is_short = size <= _SHORT and len(messages) <= _SHORT_CHAT
         if is_short:

@@ -58,7 +58,7 @@ AT_HOME = {
     "uvicorn": ("serving/http/", "tests/"),
     "transformers": (
         "peagle_jax/text/tokenizer.py",
-        "peagle_jax/text/chat_templates.py",
+        "peagle_jax/text/text_process.py",
         "convert/",
         "bench/",
         "lab/",

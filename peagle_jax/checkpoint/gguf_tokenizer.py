@@ -19,33 +19,19 @@ from tokenizers import (
 from peagle_jax.checkpoint.fields import Fields
 from peagle_jax.checkpoint.gguf_config import CONTROL
 from peagle_jax.checkpoint.gguf_file import GgufFile
+from peagle_jax.word_patterns import GPT4O, LLAMA3, QWEN2, TEKKEN
 
 _UNKNOWN, _USER_DEFINED, _UNUSED = 2, 4, 5
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_SLASHED_TAIL = _TAIL.replace(r"[\r\n]*", r"[\r\n/]*", 1)
-
-
-def _cased(ending: str, digits: str) -> str:
-    """Words by letter case, as GPT-4o cuts them."""
-    start = r"[^\r\n\p{L}\p{N}]?"
-    words = f"{start}{_UPPER}*{_LOWER}+{ending}|{start}{_UPPER}+{_LOWER}*{ending}"
-    return f"{words}|{digits}|{_SLASHED_TAIL}"
-
-
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
 _SPLITS = {
     "gpt-2": None,
     "smollm": None,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "gpt-4o": _cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),
-    "tekken": _cased("", r"\p{N}"),
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "qwen2": QWEN2,
+    "deepseek-r1-qwen": QWEN2,
+    "gpt-4o": GPT4O,
+    "tekken": TEKKEN,
 }
 """By `tokenizer.ggml.pre`: the pattern of words; None is GPT-2's."""
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
@@ -149,7 +135,7 @@ def _byte_level(file: GgufFile, fields: Fields, vocab: dict[str, int]) -> Tokeni
     if pre == "smollm":
         stages.insert(0, pre_tokenizers.Digits(individual_digits=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(stages)
-    if words == _QWEN2:
+    if words == QWEN2:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

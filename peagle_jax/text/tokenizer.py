@@ -15,6 +15,7 @@ from peagle_jax.config import ConfigError
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text.chat_templates import ChatTemplate
 from peagle_jax.text.token_bytes import Pieces, TokenBytes
+from peagle_jax.word_patterns import RELEASED, patterns_of
 
 Ending = Literal["reply", "continued", "closed"]
 """See `Tokenizer.chat_text`."""
@@ -120,12 +121,27 @@ class Tokenizer:
             ids = encoding.ids
         except TypeError as error:
             raise ConfigError("the text is not a valid Unicode string") from error
-        except (
-            Exception
-        ) as error:  # the Rust side's, as of a WordLevel model without an unknown token
+        except BaseException as error:
+            # of the Rust side, as of a WordLevel model without an unknown token; its panics, as of
+            # a pattern that searches for too long, are no `Exception`s
+            if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+                raise
             raise ConfigError(f"the tokenizer cannot encode the text: {error}") from error
         is_twice = special and self._opening and ids[:2] == self._opening * 2
         return ids[1:] if is_twice else ids
+
+    @cached_property
+    def may_take_forever(self) -> bool:
+        """Whether it has patterns of an unknown author, whose searches may take any time."""
+        parts = self._backend.normalizer, self._backend.pre_tokenizer
+        found = patterns_of([json.loads(part.__getstate__()) for part in parts if part])
+        return not found <= RELEASED
+
+    def encode_in_time(self, text: str, *, special: bool = True) -> list[int]:
+        """`encode` of a client's text: in a process with limits where it may take forever."""
+        if self.may_take_forever:
+            return self._template.encode(text, special=special)
+        return self.encode(text, special=special)
 
     def bytes_of(self, token: int) -> bytes:
         """Bytes of a token; empty for special tokens and for ids outside the vocabulary."""

@@ -9,7 +9,8 @@ import time
 import grpc
 import pytest
 
-from peagle_jax import SamplingParams
+from peagle_jax import ConfigError, SamplingParams
+from peagle_jax.text.chat_templates import ChatTemplate
 from serving.bounded_pool import BoundedPool
 from serving.errors import Code, ServiceError
 from serving.limits import Limits
@@ -170,6 +171,7 @@ class Held:
 
     longest_token = 100
     template_source = ""
+    may_take_forever = False
 
     def __init__(self):
         self.released = threading.Event()
@@ -189,6 +191,8 @@ class Held:
             self.running -= 1
             self.ended += 1
         return [len(text)]
+
+    encode_in_time = encode
 
     def chat_text(self, messages, **variables) -> str:
         return "".join(one["content"] for one in messages)
@@ -225,6 +229,30 @@ def test_long_texts_share_threads_and_delay_no_short_text(threads):
     assert held.most == threads
     assert held.ended == threads + 64
     assert not any("MainThread" in name for name in held.threads)
+
+
+def test_the_event_loop_does_not_wait_for_patterns_of_unknown_authors(tokenizer, monkeypatch):
+    """Not even for a short text."""
+    is_called, goes_on = threading.Event(), threading.Event()
+
+    def encode(self, text, *, special):
+        is_called.set()
+        assert goes_on.wait(SECONDS)
+        raise ConfigError("the tokenizer failed: it took more than 5 s")
+
+    monkeypatch.setattr(ChatTemplate, "encode", encode)
+    monkeypatch.setattr(tokenizer, "may_take_forever", True)
+
+    async def work():
+        encoder = Encoder(tokenizer, Limits(), max_model_len=96)
+        waiting = asyncio.ensure_future(encoder.encode("ab", field="text"))
+        await soon(is_called.is_set)
+        goes_on.set()
+        with pytest.raises(ServiceError, match="text: the tokenizer failed"):
+            await waiting
+        encoder.close()
+
+    asyncio.run(work())
 
 
 def test_a_closed_pool_refuses_all_that_wait():

@@ -12,7 +12,7 @@ import pytest
 
 from peagle_jax.cli.model_folders import embedded
 from peagle_jax.config import ConfigError
-from peagle_jax.text import chat_templates
+from peagle_jax.text import chat_templates, text_process
 from peagle_jax.text.tokenizer import Tokenizer
 from tests.text.families import FAMILIES, FIRST_BYTE, GEMMA_LETTERS, write
 
@@ -76,12 +76,12 @@ GOLDENS = {"qwen": QWEN, "gpt_oss": GPT_OSS, "llama": LLAMA, "gemma": GEMMA}
 @pytest.fixture(autouse=True)
 def within(monkeypatch):
     """Renders in this process, where a test can set the date and count what is read."""
-    templates = chat_templates._Templates()
+    templates = text_process._Templates()
     through_json = lambda value: json.loads(json.dumps(value))
     ask = lambda question: through_json(templates.answer(through_json(question)))
     monkeypatch.setattr(chat_templates, "_renderer", SimpleNamespace(ask=ask))
     for name in ("limit_time", "limit_memory"):
-        monkeypatch.setattr(chat_templates, name, lambda amount: None)
+        monkeypatch.setattr(text_process, name, lambda amount: None)
 
 
 @pytest.fixture(autouse=True)

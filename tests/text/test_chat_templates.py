@@ -4,6 +4,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from peagle_jax.config import ConfigError
 from peagle_jax.text import chat_templates
@@ -48,6 +50,46 @@ def test_a_hostile_template_is_an_error_and_the_next_chat_is_answered(tmp_path, 
         hostile.chat_text([USER])
     assert not isinstance(caught.value, UnavailableError)
     assert tokenizer_with(tmp_path, "{{ messages[0].content }}").chat_text([USER]) == "Hi €"
+
+
+HOSTILE_PATTERNS = {
+    "one search": (r"(a+)+b|a", 4000),
+    "many searches": (r"a*a*a*a*b|a", 400),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_PATTERNS)
+def test_a_hostile_pattern_of_a_tokenizer_is_an_error_and_the_next_text_is_tokenised(
+    tmp_path, name
+):
+    """The library gives up one search in half a second, by a panic, and repeats others for each
+    letter."""
+    pattern, size = HOSTILE_PATTERNS[name]
+    hostile = tokenizer_cut_by(pattern, tmp_path)
+    assert hostile.may_take_forever
+    with pytest.raises(ConfigError, match="tokenizer"):
+        hostile.encode_in_time("a" * size)
+    if name == "one search":
+        with pytest.raises(ConfigError, match="cannot encode the text"):
+            hostile.encode("a" * size)
+    text = "Hi €"
+    assert hostile.encode_in_time(text) == hostile.encode(text)
+    with pytest.raises(ConfigError, match="not a valid Unicode string"):
+        hostile.encode_in_time("\ud800")
+
+
+@pytest.mark.parametrize("family", ["qwen", "llama", "gemma"])
+def test_patterns_of_released_models_need_no_process(tmp_path, family):
+    write(family, tmp_path)
+    assert not Tokenizer(tmp_path).may_take_forever
+
+
+def tokenizer_cut_by(pattern: str, folder) -> Tokenizer:
+    write("qwen", folder)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    backend.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
 
 
 def test_threads_that_chat_at_once_get_their_own_texts(tmp_path):

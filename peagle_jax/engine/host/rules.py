@@ -20,7 +20,8 @@ def banned_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[int, 
             raise ConfigError.of("bad_words", "need a model with a tokenizer; use logit_bias")
         try:
             plain, spaced = (
-                tokenizer.encode(space + word.lstrip(), special=False) for space in ("", " ")
+                tokenizer.encode_in_time(space + word.lstrip(), special=False)
+                for space in ("", " ")
             )
         except ConfigError as error:
             raise ConfigError.of("bad_words", str(error)) from error
