@@ -84,7 +84,8 @@ def arranged(weights: Weights, like: nnx.Module, devices: Devices, *, frees: boo
             params[scale].set_value(_moved(numbers, devices))
         params[name].set_value(value if is_placed else _moved(value, devices))
     model = devices.placed(model)
-    arrange_weights(model, in_tiles=_has_tiles(own), frees=frees)
+    if _kinds(own):
+        arrange_weights(model, in_tiles=_has_tiles(own), frees=frees)
     return model
 
 
