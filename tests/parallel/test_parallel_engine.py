@@ -124,6 +124,10 @@ def test_messages_to_peers_have_one_order_on_all_devices(temperature):
     assert (first == second).all()
     assert first[0] > 100
     assert (first[1:] <= first[0]).all()  # thread block 0 has a part of every message
+    engine.release_cache()
+    engine.restore_cache()
+    assert (np.asarray(engine._state.links)[0, mailbox.COUNTERS :] == first).all()
+    assert texts(engine, **asked) == wanted
 
 
 @pytest.mark.slow
