@@ -340,8 +340,10 @@ class EngineWorker:
         def notify(request: Request, tokens: list[int]) -> None:
             # Not with the round's: a request may take long to finish.
             self._post(self._deliver, [self._event(request, tokens)], len(tokens))
+            self._busy_since = self._clock.now()
 
         target, head = models
+        self._busy_since = self._clock.now()
         try:
             self._engine.update_weights(
                 target,
@@ -357,6 +359,8 @@ class EngineWorker:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return _portable(error)
+        finally:
+            self._busy_since = None
         return self._engine.version
 
     def _pause(self, order: Literal["pause", "resume"]) -> str:

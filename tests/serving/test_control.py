@@ -12,6 +12,7 @@ import pytest
 
 from peagle_jax.checkpoint import save_target
 from peagle_jax.config import ConfigError
+from serving import worker
 from serving.bearer_tokens import AdminToken, TokenFile
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -250,6 +251,36 @@ def test_requests_that_run_are_kept_finished_or_aborted(server, root, user, seco
         versions = usage.get("weights_versions", ["0"])
         assert versions == (["0", "second"] if running == "keep" else ["0"])
     assert user.complete()["usage"]["weights_versions"] == ["second"]
+
+
+def test_requests_are_served_while_weights_are_read(root, user, second, monkeypatch):
+    may_read, read = threading.Event(), worker.load_target
+
+    def late(*args, **rules):
+        assert may_read.wait(LIMIT)
+        return read(*args, **rules)
+
+    monkeypatch.setattr(worker, "load_target", late)
+    with updating(root, second, version="late") as answers:
+        assert user.complete()["choices"][0]["finish_reason"] == "length"
+        assert answers == []
+        may_read.set()
+    assert user.complete()["usage"]["weights_versions"] == ["late"]
+
+
+def test_a_lack_of_memory_changes_nothing(server, root, user, second, monkeypatch):
+    text = user.text()
+    error = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    def fail(*args, **rules):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.engine, "update_weights", fail)
+        answer = root.update(second)
+    assert answer.status_code == 500
+    assert "out of memory" in answer.json()["error"]["message"]
+    assert user.text() == text
 
 
 def test_a_pause_holds_requests_until_it_ends(server, root, user):
