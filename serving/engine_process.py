@@ -132,10 +132,7 @@ class _Process:
     def _start(self, begin: Begin) -> EngineWorker:
         engine = _make_engine(begin)
         worker = EngineWorker(
-            engine,
-            waits_for_all=waits_for_all(begin.settings),
-            before_ready=settle_heap,
-            quantization=begin.settings.quantization,
+            engine, waits_for_all=waits_for_all(begin.settings), before_ready=settle_heap
         )
         self._hub.describe(worker)
         return worker

@@ -21,7 +21,7 @@ from typing import Literal
 import jax
 
 from peagle_jax import ConfigError, Engine
-from peagle_jax.checkpoint import Quantization, load_head, load_target
+from peagle_jax.checkpoint.loader import load_like
 from peagle_jax.cli import runs
 from peagle_jax.engine.device.compilation import CompileError, Progress
 from peagle_jax.engine.device.memory import device_memory
@@ -139,7 +139,6 @@ class EngineWorker:
       waits_for_all: whether requests are served once all programs are loaded; else once the largest
         batch is compiled, and the others compile beside requests.
       before_ready: called in the engine's thread when it is warm, before requests can be served.
-      quantization: of the target while it is read, see `load_target`.
     """
 
     def __init__(
@@ -148,9 +147,8 @@ class EngineWorker:
         *,
         waits_for_all: bool = False,
         before_ready: Callable[[], None] = lambda: None,
-        quantization: Quantization | None = None,
     ):
-        self._before_ready, self._quantization = before_ready, quantization
+        self._before_ready = before_ready
         self._reading = threading.Lock()
         self._engine, self._waits_for_all = engine, waits_for_all
         self._grammars = engine.grammars
@@ -326,22 +324,22 @@ class EngineWorker:
 
     def _read_models(self, order: WeightUpdate) -> tuple[Decoder | None, DraftHead | None]:
         """The models of an update, in memory of the host: the device may have room for one."""
-        engine, dtype = self._engine, self._engine.config.dtype
+        config, (like, drafter) = self._engine.target_config, self._engine.programs.models
+        own_head = getattr(drafter, "head", None)
+        if order.head is not None and own_head is None:
+            raise ConfigError.of("head", "the engine drafts without a head: leave it out")
         with jax.default_device(_host()):
-            target = head = None
-            if order.folder is not None:
-                rules = dict(dtype=dtype, quantization=self._quantization)
-                target = load_target(order.folder, **rules)
-            if order.head is not None:
-                head = load_head(order.head, engine.target_config, dtype=dtype)
-        return target, head
+            target = order.folder and load_like(order.folder, like, config)
+            return target, order.head and load_like(order.head, own_head, config)
 
     def _update(self, order: WeightUpdate, models: tuple) -> str | Exception:
         def notify(request: Request, tokens: list[int]) -> None:
             # Not with the round's: a request may take long to finish.
             self._post(self._deliver, [self._event(request, tokens)], len(tokens))
+            self._busy_since = self._clock.now()
 
         target, head = models
+        self._busy_since = self._clock.now()
         try:
             self._engine.update_weights(
                 target,
@@ -357,6 +355,8 @@ class EngineWorker:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return _portable(error)
+        finally:
+            self._busy_since = None
         return self._engine.version
 
     def _pause(self, order: Literal["pause", "resume"]) -> str:

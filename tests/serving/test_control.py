@@ -10,8 +10,9 @@ import grpc
 import httpx
 import pytest
 
-from peagle_jax.checkpoint import save_target
+from peagle_jax.checkpoint import save_head, save_target
 from peagle_jax.config import ConfigError
+from serving import worker
 from serving.bearer_tokens import AdminToken, TokenFile
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -168,6 +169,20 @@ def test_texts_are_those_of_the_new_weights(root, user, first, second, server):
     assert again["usage"]["weights_versions"] == ["back"]
 
 
+def test_another_head_changes_drafts_and_no_text(root, user, tmp_path):
+    def answer() -> tuple[str, list]:
+        (choice,) = user.complete(return_rounds=True)["choices"]
+        return choice["text"], [one["drafts"] for one in choice["rounds"]]
+
+    text, drafts = answer()
+    head = tiny.head(seed=9, **tiny.HEAD_OF_ONE_LAYER)
+    save_head(head, tmp_path / "head", max_position=96, dtype="float32")
+    assert root.update(head=str(tmp_path / "head")).json()["version"] == "0"
+    after = answer()
+    assert after[0] == text
+    assert after[1] != drafts
+
+
 def test_what_does_not_fit_is_named_and_changes_nothing(root, user, tmp_path):
     before = user.complete()
     wide = save(tmp_path / "wide", 1, intermediate_size=64)
@@ -250,6 +265,36 @@ def test_requests_that_run_are_kept_finished_or_aborted(server, root, user, seco
         versions = usage.get("weights_versions", ["0"])
         assert versions == (["0", "second"] if running == "keep" else ["0"])
     assert user.complete()["usage"]["weights_versions"] == ["second"]
+
+
+def test_requests_are_served_while_weights_are_read(root, user, second, monkeypatch):
+    may_read, read = threading.Event(), worker.load_like
+
+    def late(*args, **rules):
+        assert may_read.wait(LIMIT)
+        return read(*args, **rules)
+
+    monkeypatch.setattr(worker, "load_like", late)
+    with updating(root, second, version="late") as answers:
+        assert user.complete()["choices"][0]["finish_reason"] == "length"
+        assert answers == []
+        may_read.set()
+    assert user.complete()["usage"]["weights_versions"] == ["late"]
+
+
+def test_a_lack_of_memory_changes_nothing(server, root, user, second, monkeypatch):
+    text = user.text()
+    error = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    def fail(*args, **rules):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.engine, "update_weights", fail)
+        answer = root.update(second)
+    assert answer.status_code == 500
+    assert "out of memory" in answer.json()["error"]["message"]
+    assert user.text() == text
 
 
 def test_a_pause_holds_requests_until_it_ends(server, root, user):
