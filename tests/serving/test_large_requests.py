@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import grpc
 import httpx
 import pytest
-from google.protobuf.message import Message
 from starlette.datastructures import Headers
 
 from serving import json_input
@@ -21,7 +20,8 @@ from serving.protos import open_inference_pb2
 from serving.protos import peagle_v1_pb2 as pb
 from serving.rpc import open_inference
 from tests.serving.live import LiveServer
-from tests.serving.test_fuzz import METHODS, Client
+from tests.serving.test_fuzz import METHODS, send_one
+from tests.serving.test_http_errors import refusal
 from tests.waiting import LIMIT as SECONDS
 from tests.waiting import eventually
 
@@ -29,11 +29,6 @@ pytestmark = pytest.mark.usefixtures("server")  # every test leaves it empty
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = {"role": "user", "content": "a"}
-
-
-def refusal(answer: httpx.Response, status: int = 400) -> dict:
-    assert answer.status_code == status, answer.text
-    return answer.json()["error"]
 
 
 UNPARSED = {
@@ -165,14 +160,6 @@ def test_bodies_share_a_bounded_memory():
     asyncio.run(share())
 
 
-def send(server: LiveServer, path: str, request: Message | bytes) -> grpc.aio.AioRpcError:
-    client = Client(server.address)
-    data = request if isinstance(request, bytes) else request.SerializeToString()
-    (error,) = client.send(path, METHODS[path], [[data]])
-    client.close()
-    return error
-
-
 PEAGLE, KSERVE = "peagle.v1.Generation/Generate", f"{open_inference.SERVICE}/ModelInfer"
 INFER = open_inference_pb2.ModelInferRequest
 
@@ -191,7 +178,7 @@ FULL = {
 @pytest.mark.parametrize("name", FULL)
 def test_messages_of_many_fields_are_refused_before_parsing(server, name):
     path, request = FULL[name]
-    error = send(server, path, request)
+    error = send_one(server, path, request)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "fields" in error.details()
 
@@ -223,13 +210,13 @@ NAMED = {
 @pytest.mark.parametrize("words", NAMED)
 def test_long_lists_are_named(server, words):
     path, request = NAMED[words]
-    error = send(server, path, request)
+    error = send_one(server, path, request)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert words in error.details()
 
 
 def test_a_duplicate_key_of_sampling_parameters_is_refused(server):
-    error = send(server, KSERVE, infer(b'{"n": 1, "n": 2}'))
+    error = send_one(server, KSERVE, infer(b'{"n": 1, "n": 2}'))
     assert "sampling_parameters: the key 'n' stands in an object twice" in error.details()
 
 
@@ -238,7 +225,7 @@ SMALL = [path for path in METHODS if not path.endswith(("Generate", "GenerateOnc
 
 @pytest.mark.parametrize("path", SMALL)
 def test_calls_without_prompts_accept_only_small_messages(server, path):
-    error = send(server, path, b"\x7a" + b"\x84\x80\x20" + b"x" * (512 << 10 | 4))
+    error = send_one(server, path, b"\x7a" + b"\x84\x80\x20" + b"x" * (512 << 10 | 4))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert str(512 << 10) in error.details()
 

@@ -14,7 +14,7 @@ from serving.protos import peagle_v1_pb2 as pb
 from serving.rpc import open_inference, vllm
 from serving.rpc.wire import WireLimits, find_excess
 from tests.serving import wire
-from tests.serving.test_fuzz import METHODS, Client
+from tests.serving.test_fuzz import send_one
 
 INFER = open_inference_pb2.ModelInferRequest
 ANY = WireLimits(fields=10**9, numbers={}, other_numbers=10**9)
@@ -109,20 +109,13 @@ LISTS = [
 ]
 
 
-def send(server, method: str, data: bytes) -> grpc.aio.AioRpcError:
-    client = Client(server.address)
-    (error,) = client.send(method, METHODS[method], [[data]])
-    client.close()
-    return error
-
-
 @pytest.mark.parametrize(("method", "kind", "path"), LISTS)
 def test_long_lists_of_numbers_are_refused_unparsed(server, method, kind, path):
     data = with_list(kind, path, [1] * 500_000).SerializeToString()
     # In pieces too: the parser joins them.
     piece = with_list(kind, path, [1] * 60).SerializeToString()
     for sent in (data, piece * 500):
-        error = send(server, method, sent)
+        error = send_one(server, method, sent)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         name = "tokens" if path == "tokens.ids" else path
         assert error.details().startswith(f"{name}: ")
