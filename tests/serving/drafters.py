@@ -22,13 +22,15 @@ class KnownTextDrafter:
 
     text: jax.Array  # [n] int32, prompt and output
     num_draft: int = field(metadata=dict(static=True))
+    is_perfect: bool = field(default=False, metadata=dict(static=True))
+    """Then all drafts are right."""
 
     def propose(self, target, inputs, cache):
         """See `Drafter.propose`."""
         newest = (inputs.start + inputs.num_real)[:, None]
         places = newest + 1 + jnp.arange(self.num_draft)
         right = jnp.take(self.text, places, mode="clip")
-        is_wrong = (places % 5 == 0) | (places % 7 == 0)
+        is_wrong = ((places % 5 == 0) | (places % 7 == 0)) & (not self.is_perfect)
         return Proposal(jnp.where(is_wrong, right // 2, right), None), cache
 
 

@@ -1,16 +1,14 @@
 """Every interface reports the same counts of a request's drafts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
-import jax
 import jax.numpy as jnp
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from peagle_jax import Engine, SamplingParams
 from peagle_jax.engine.host.stats import Acceptance
-from peagle_jax.method.drafter import Proposal
 from serving.client.command import as_json, statistics
 from serving.errors import Code
 from serving.logs import log_request
@@ -18,6 +16,7 @@ from serving.protos import peagle_v1_pb2
 from serving.stream import Ask
 from tests.programs import OneBucketConfig
 from tests.serving.conftest import SIZES
+from tests.serving.drafters import KnownTextDrafter
 from tests.serving.live import LiveServer
 from tests.serving.test_metrics import moved, scrape
 from tests.waiting import eventually
@@ -25,20 +24,6 @@ from tests.waiting import eventually
 PROMPT = [5, 9, 13]
 J = SIZES["num_draft"]
 STOP = 17  # output tokens before the stop token
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PerfectDrafter:
-    """Drafts what follows in the one text there is, so that every draft passes the target."""
-
-    text: jax.Array  # [n] int32
-    num_draft: int = field(metadata=dict(static=True))
-
-    def propose(self, target, inputs, cache):
-        newest = (inputs.start + inputs.num_real)[:, None]
-        ahead = newest + 1 + jnp.arange(self.num_draft)
-        return Proposal(jnp.take(self.text, ahead, mode="clip"), None), cache
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +35,7 @@ def text(make_engine) -> list[int]:
 
 @pytest.fixture(scope="module")
 def live(target, tokenizer, text):
-    drafter = PerfectDrafter(jnp.array([*PROMPT, *text], jnp.int32), J)
+    drafter = KnownTextDrafter(jnp.array([*PROMPT, *text], jnp.int32), J, is_perfect=True)
     engine = Engine(target, None, OneBucketConfig(**SIZES), tokenizer=tokenizer, drafter=drafter)
     with LiveServer(engine, http=True) as server:
         yield server

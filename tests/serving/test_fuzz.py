@@ -12,7 +12,7 @@ import socket
 import grpc
 import pytest
 from google.protobuf.descriptor import FileDescriptor, MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -129,6 +129,16 @@ def in_stream_error(answers: list[bytes]) -> grpc.aio.AioRpcError | None:
         errors.append(grpc.aio.AioRpcError(Status[code], nothing, nothing, details=details))
     unsound = [error for error in errors if error.code() not in ANSWERS]
     return next(iter(unsound + errors), None)
+
+
+def send_one(server: LiveServer, path: str, request: Message | bytes) -> grpc.aio.AioRpcError:
+    """The error of a call; fails if there is none."""
+    client = Client(server.address)
+    data = request if isinstance(request, bytes) else request.SerializeToString()
+    (error,) = client.send(path, METHODS[path], [[data]])
+    client.close()
+    assert error is not None
+    return error
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from serving.stream import Ask
 from serving.tokenizing import Encoder
 from tests.serving.live import LiveServer
 from tests.serving.scripted import make_tokenizer
-from tests.serving.test_fuzz import METHODS, Client
+from tests.serving.test_fuzz import send_one
 from tests.waiting import LIMIT, soon
 
 SECONDS = 60  # limit of every wait
@@ -91,9 +91,7 @@ def call(server: LiveServer, path: str, text: str) -> str:
         answer = server.post(path, **request)
         assert answer.status_code == 400, answer.text
         return answer.json()["error"]["message"]
-    client = Client(server.address)
-    (error,) = client.send(path, METHODS[path], [[request.SerializeToString()]])
-    client.close()
+    error = send_one(server, path, request)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error
     return error.details()
 

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
@@ -17,6 +15,7 @@ from peagle_jax import SamplingParams
 from serving.messages import Load
 from serving.rpc.vllm import _Pace
 from tests.serving.live import LiveServer
+from tests.serving.test_peagle import violation
 from tests.waiting import eventually
 
 PROMPT = "hello there"
@@ -36,13 +35,6 @@ def ask(stream=False, text=PROMPT, **params) -> pb.GenerateRequest:
 
 def completes(responses) -> list[pb.GenerateComplete]:
     return [one.complete for one in responses if one.HasField("complete")]
-
-
-def violation(error: grpc.RpcError) -> str:
-    """The field that an INVALID_ARGUMENT names."""
-    details = error_details_pb2.BadRequest()
-    assert rpc_status.from_call(error).details[0].Unpack(details)
-    return details.field_violations[0].field
 
 
 def refusal(call) -> grpc.RpcError:
