@@ -11,9 +11,6 @@ from pallas_kernels.verify_attention import reference
 
 CHIPS = (90, 100)
 """Generations (`Device.sm`) with a kernel."""
-SHARED_KEYS_CHIPS = (90,)
-"""Those with the form for many queries, `mosaic_prefill`; `mosaic_sm90.choose_config` says which
-calls take it."""
 
 
 def verify_attention(
