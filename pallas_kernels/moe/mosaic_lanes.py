@@ -183,9 +183,9 @@ def store_global(place: Any, offset: Any, x: Any, where: Any = None) -> None:
     _stored("st.global.b32", "l", words.behind(place, offset), x, where)
 
 
-def or_shared(place: Any, x: Any, where: Any = None) -> None:
+def or_shared(place: Any, x: Any) -> None:
     """Sets bits of a word in shared memory, atomically: the order of threads does not matter."""
-    _stored("red.shared.or.b32", "r", place, x, where)
+    _stored("red.shared.or.b32", "r", place, x, None)
 
 
 def _stored(instruction: str, kind: str, place: Any, x: Any, where: Any) -> None:
