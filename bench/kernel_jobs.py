@@ -29,11 +29,10 @@ _SECONDS = 60
 
 
 class Job(NamedTuple):
-    """A spec of an operation, with all tuning configs or one, with its reference or alone."""
+    """A spec of an operation, with its reference or alone."""
 
     op: str
     spec: str
-    configs: bool
     reference: bool = True
 
 

@@ -7,9 +7,9 @@ resources on that chip; results are checked by the tests in interpret mode.
 An operation is included through its `specs.py`:
 
 - `SPECS`: name -> spec, the shapes that models use. A spec may have `max_registers` (default 255),
-  and `chips` if not all of `CHIPS` have its kernel.
+  and `chips` if not all generations (`pallas_kernels.device.Device.sm`) have its kernel.
 - `build(spec)`: a function to jit that requires the kernel, and a tuple of its argument shapes.
-- `CHIPS`: generations (`pallas_kernels.device.Device.sm`) with a kernel.
+- `CHIPS`: those with a kernel of any spec, if not all have one.
 - `MMA`: capability -> the matrix instruction that a kernel must contain, a regular expression for
   its beginning such as "wgmma"; may be empty. A spec's own `mma` takes its place.
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.verify_attention import api
 
-CHIPS = api.CHIPS
 MMA = {90: "wgmma", 100: "tcgen05.mma"}
 
 
