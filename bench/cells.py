@@ -51,17 +51,6 @@ def progress_bar(**options) -> tqdm:
     return tqdm(mininterval=seconds, miniters=1, **options)
 
 
-def warm_up(engine: Engine, title: str, *, only_greedy: bool) -> None:
-    """`Engine.warm_up` with a bar of the programs; `only_greedy`: those that greedy requests
-    need."""
-    total = engine.num_programs
-    if only_greedy:
-        total -= len(engine.programs.rounds_of_any) - len(engine.programs.rounds_of_greedy)
-    runs.compile_missing(engine, only_greedy=only_greedy)
-    with progress_bar(desc=f"{title}: compiling", total=total, unit="program", leave=False) as bar:
-        engine.warm_up(bar.update, only_greedy=only_greedy)
-
-
 @dataclass(frozen=True)
 class Work:
     """An engine whose programs are to compile; a `compilation.Maker`.

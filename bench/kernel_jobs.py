@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import logging
 import multiprocessing
-import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.cells import progress_bar
-from peagle_jax.engine.device.compilation import CHILD_ENVIRONMENT
 
 _log = logging.getLogger(__name__)
 _SECONDS = 60
@@ -29,11 +27,10 @@ _SECONDS = 60
 
 
 class Job(NamedTuple):
-    """A spec of an operation, with all tuning configs or one, with its reference or alone."""
+    """A spec of an operation, with its reference or alone."""
 
     op: str
     spec: str
-    configs: bool
     reference: bool = True
 
 
@@ -72,26 +69,12 @@ def log_failure(op: str, spec: str, error: BaseException) -> None:
     _log.error("%s %s: %s: %s", op, spec, type(error).__name__, said[0])
 
 
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Sets variables for processes that start within."""
-    before = {name: os.environ[name] for name in values if name in os.environ}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            os.environ.pop(name, None)
-        os.environ.update(before)
-
-
 def _run(
     jobs: Sequence[Job], processes: int, function: Function, seconds: int, title: str
 ) -> Iterator[tuple[Job, Any]]:
     """Runs jobs in processes of their own; yields each with its result, None where it failed."""
     with (
         tempfile.NamedTemporaryFile() as lock,
-        _environment(CHILD_ENVIRONMENT),
         multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool,
         progress_bar(desc=title, total=len(jobs), unit="spec") as bar,
     ):

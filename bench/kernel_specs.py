@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pallas_kernels import dispatch
 from pallas_kernels.device import Device
 
 _KERNELS = Path(__file__).parents[1] / "pallas_kernels"
@@ -23,5 +24,6 @@ def specs_of(op: str) -> ModuleType:
 def specs_on(op: str, device: Device) -> dict[str, Any]:
     """Specs of an operation whose kernel exists for a chip."""
     module = specs_of(op)
-    has_kernel = lambda spec: device.sm in getattr(spec, "chips", module.CHIPS)
+    chips = getattr(module, "CHIPS", dispatch.CHIPS)
+    has_kernel = lambda spec: device.sm in getattr(spec, "chips", chips)
     return {name: spec for name, spec in module.SPECS.items() if has_kernel(spec)}

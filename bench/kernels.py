@@ -9,14 +9,11 @@ have:
 
 - `inputs(spec, key)`: arguments, if random values and zeros are invalid for the operation.
 - `bytes(spec)`: bytes moved, if not every argument and result once.
-- `configs(spec, device)`: tuning configs, passed to `build` as a second argument, the default
-  first; may be empty.
 - `compared(spec, results)`: the results that are compared, if not all: without what is undefined.
 - `REFERENCE_OPTIONS`: options of XLA for the reference.
 """
 
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -54,30 +51,22 @@ class Options(RowOptions):
     Args:
       op: operation, a folder of pallas_kernels; repeatable, all without it
       spec: spec, a named shape in the operation's specs.py; repeatable, all without it
-      configs: also time the tuning configs that the kernel does not choose
       jobs: processes that compile side by side; each takes 2 to 4 GB of memory of the host. One
         spec is measured at a time
     """
 
     op: tuple[str, ...] = repeatable()
     spec: tuple[str, ...] = repeatable()
-    configs: bool = False
     jobs: int = 1
     out: Path = RESULTS / "kernels.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One spec of one operation: `function` takes arguments of `shapes` and moves `bytes`.
-
-    `config` is the tuning config, if configs are compared; an `alternative` is not the default
-    config.
-    """
+    """One spec of one operation: `function` takes arguments of `shapes` and moves `bytes`."""
 
     op: str
     spec: str
-    config: str | None = None
-    alternative: bool = False
     function: Callable
     shapes: tuple
     inputs: Callable[[jax.Array], tuple]
@@ -85,11 +74,8 @@ class Case:
     bytes: float
 
 
-def cases(
-    op: str, names: Sequence[str] | None = None, configs_for: Device | None = None
-) -> Iterator[Case]:
-    """Specs of an operation, all or those named; for a device each in all configs that it has
-    there."""
+def cases(op: str, names: Sequence[str] | None = None) -> Iterator[Case]:
+    """Specs of an operation, all or those named."""
     specs = specs_of(op)
     for name, spec in specs.SPECS.items():
         if names is not None and name not in names:
@@ -105,20 +91,15 @@ def cases(
         with dispatch.references():
             results = jax.eval_shape(function, *shapes)
         moved = specs.bytes(spec) if hasattr(specs, "bytes") else _bytes((shapes, results))
-        asked = configs_for is not None and hasattr(specs, "configs")
-        configs = specs.configs(spec, configs_for) if asked else []
-        for i, config in enumerate(configs or [None]):
-            yield Case(
-                op=op,
-                spec=name,
-                config=None if config is None else _config_text(config),
-                alternative=i > 0,
-                function=function if config is None else specs.build(spec, config)[0],
-                shapes=shapes,
-                inputs=inputs,
-                compared=compared,
-                bytes=moved,
-            )
+        yield Case(
+            op=op,
+            spec=name,
+            function=function,
+            shapes=shapes,
+            inputs=inputs,
+            compared=compared,
+            bytes=moved,
+        )
 
 
 def run(options: Options) -> int:
@@ -164,12 +145,12 @@ def _jobs(options: Options, op: str, device: Device) -> list[Job]:
     has_kernel = specs_on(op, device)
     if without := [name for name in asked if name not in has_kernel]:
         _log.warning("%s has no kernel for %s: %s skipped", op, device.name, ", ".join(without))
-    return [Job(op, name, options.configs) for name in asked if name in has_kernel]
+    return [Job(op, name) for name in asked if name in has_kernel]
 
 
 def rows_of(job: Job, device: Device, measure: Callable[[Case, str], Any]) -> Iterator[Any]:
     """What `measure` makes of each case of a job; a case that fails is logged."""
-    for case in cases(job.op, [job.spec], device if job.configs else None):
+    for case in cases(job.op, [job.spec]):
         try:
             made = measure(case, device.name)
         except Exception as error:
@@ -239,7 +220,6 @@ class Prepared:
         row = {
             "op": case.op,
             "spec": case.spec,
-            "config": case.config,
             "us": 1e6 * kernel.seconds,
             "bytes": case.bytes,
             "bytes_per_second": case.bytes / kernel.seconds,
@@ -257,22 +237,16 @@ class Prepared:
         with self._tried():
             both = (case.compared(run(*copies[0])) for run in (self._kernel, self.reference))
             row["max_relative_error"] = float(_max_relative_error(*both))
-            if not case.alternative:
-                below = math.inf if kernel.timed_by == "trace" else 0.0
-                reference = self.reference.time(copies, trace_below=below)
-                row["reference_us"] = 1e6 * reference.seconds
-                row["speedup"] = reference.seconds / kernel.seconds
+            below = math.inf if kernel.timed_by == "trace" else 0.0
+            reference = self.reference.time(copies, trace_below=below)
+            row["reference_us"] = 1e6 * reference.seconds
+            row["speedup"] = reference.seconds / kernel.seconds
         return row
 
 
 def measure(case: Case, chip: str) -> dict:
     """Compiles a case and measures it."""
     return Prepared(case).measure(chip)
-
-
-def _config_text(config: Any) -> str:
-    """A config's fields, as `tokens=64 groups=(2, 2)`."""
-    return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items())
 
 
 def _retraced(function: Callable) -> Callable:
@@ -313,5 +287,8 @@ compiled by XLA. Needs a Hopper or Blackwell GPU.
 """,
     options=Options,
     run=run,
-    removed={"ladder": "it is `python -m lab ladder` in a clone of the repository"},
+    removed={
+        "configs": "each kernel chooses its own; leave it out",
+        "ladder": "it is `python -m lab ladder` in a clone of the repository",
+    },
 )

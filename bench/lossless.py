@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import rows
-from bench.cells import PLAIN, Variant, Work, cells_config, compile_all, progress_bar, warm_up
+from bench.cells import PLAIN, Variant, Work, cells_config, compile_all, progress_bar
 from bench.command import (
     RESULTS,
     CellOptions,
@@ -220,7 +220,8 @@ def compare(options: Options, environment: dict) -> Iterator[dict]:
             bar.set_description(title := f"{variant[0]} K={variant[1]}")
             start = time.perf_counter()
             engine = _engine(models, variant, _config(options, prompts, todo), texts)
-            warm_up(engine, title, only_greedy=options.only_greedy)
+            runs.compile_missing(engine, only_greedy=options.only_greedy)
+            engine.warm_up(only_greedy=options.only_greedy)
             compiled = time.perf_counter() - start
             for concurrency in todo:
                 bar.set_description(f"{title} x{concurrency}")

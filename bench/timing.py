@@ -99,7 +99,6 @@ def drive(
     *,
     concurrency: int,
     on_finished: Callable[[], object] = lambda: None,
-    reads_prefix_cache: bool = True,
     starts: Sequence[float] | None = None,
 ) -> Measurement:
     """Keeps `concurrency` requests in a warm engine until all prompts are done.
@@ -107,7 +106,6 @@ def drive(
     With `starts`, in ascending seconds after the beginning, no prompt is given to the engine before
     its start.
 
-    With `reads_prefix_cache` False every prompt is computed as a whole, and cached for later runs.
     `params` are those of all prompts, or of each one.
 
     Raises:
@@ -122,7 +120,6 @@ def drive(
         while running < concurrency and todo and todo[0][2] <= time.perf_counter() - start:
             prompt, its_params, _ = todo.popleft()
             requests.append(engine.add_request(prompt, its_params))
-            requests[-1].reads_prefix_cache = reads_prefix_cache
             running += 1
         if not engine.has_work:
             time.sleep(max(0.0, start + todo[0][2] - time.perf_counter()))

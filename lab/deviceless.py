@@ -7,9 +7,9 @@ resources on that chip; results are checked by the tests in interpret mode.
 An operation is included through its `specs.py`:
 
 - `SPECS`: name -> spec, the shapes that models use. A spec may have `max_registers` (default 255),
-  and `chips` if not all of `CHIPS` have its kernel.
+  and `chips` if not all generations (`pallas_kernels.device.Device.sm`) have its kernel.
 - `build(spec)`: a function to jit that requires the kernel, and a tuple of its argument shapes.
-- `CHIPS`: generations (`pallas_kernels.device.Device.sm`) with a kernel.
+- `CHIPS`: those with a kernel of any spec, if not all have one.
 - `MMA`: capability -> the matrix instruction that a kernel must contain, a regular expression for
   its beginning such as "wgmma"; may be empty. A spec's own `mma` takes its place.
 
@@ -139,27 +139,15 @@ def compile_on(mesh, function, *args, compiler_options: Mapping | None = None, *
 def spread(specs: Mapping[str, Any], most: int | None) -> dict[str, Any]:
     """`most` of the specs, spread evenly over their order from first to last; all if None.
 
-    The first spec of each kernel, weight format, form of activations, head dim, rule of splits,
-    number of experts and share of them that these lack is added. Example: 3 of the specs a, b, c,
-    d, e are a, c and e.
+    The first spec of each kernel, weight format, form of activations, head dim, number of experts
+    and share of them that these lack is added. Example: 3 of the specs a, b, c, d, e are a, c, e.
     """
     names = list(specs)
     if most is None or most >= len(names):
         return dict(specs)
     step = (len(names) - 1) / max(1, most - 1)
     chosen = {name: specs[name] for name in (names[round(step * i)] for i in range(most))}
-    fields = (
-        "kernel",
-        "form",
-        "fp8",
-        "activations",
-        "head_dim",
-        "equal",
-        "shared_keys",
-        "own",
-        "experts",
-    )
-    for field in fields:
+    for field in ("kernel", "form", "fp8", "activations", "head_dim", "own", "experts"):
         found = {getattr(spec, field, None) for spec in chosen.values()}
         for name, spec in specs.items():
             if (kind := getattr(spec, field, None)) not in found:

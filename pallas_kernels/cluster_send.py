@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mlir_compat as mlir
-from pallas_kernels.peer_gather.words import add, asm, constant, times
 from pallas_kernels.weight_tiles.codecs import STEP
 from pallas_kernels.weight_tiles.format import swizzled
+from pallas_kernels.words import SCALAR, asm, constant, element, plus, shared_address, times
 
-SCALAR = plgpu.Layout.WG_SPLAT(())
 _COLUMNS = 64
 """Columns of 16 bits in a line of 128 bytes, the period of the swizzle."""
 
@@ -51,7 +50,7 @@ def arm(barriers_smem: Any, counts: Sequence[Any]) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * len(scalars)))
     def arm_(_, barriers, *sizes):
-        operands = [address(barriers), *(size.registers.item() for size in sizes)]
+        operands = [shared_address(barriers), *(size.registers.item() for size in sizes)]
         asm(text, ",".join(["r"] * len(operands) + ["~{memory}"]), operands)
 
     arm_(barriers_smem, *scalars)
@@ -100,13 +99,13 @@ def send_strip(
     def put(_, x, barriers, r, column, strip):
         r, column = r.registers.item(), column.registers.item()
         (four,) = strip.registers.flat
-        column = add(column, times(thread(), 4))
+        column = plus(column, times(thread(), 4))
         block, column = divided(column, own_columns)
         step, column = divided(column, STEP)
         half, column = divided(column, _COLUMNS)
         piece, column = divided(column, 8)  # of 16 bytes, which the swizzle permutes
         eight, line = divided(r, 8)
-        place = total(
+        place = plus(
             times(step, tokens * STEP * 2),
             times(eight, 8 * STEP * 2),
             times(half, 8 * _COLUMNS * 2),
@@ -116,7 +115,7 @@ def send_strip(
         )
         words = mlir.bitcast(four, mlir.ir.VectorType.get((2,), mlir.i32()))
         words = [element(words, i) for i in range(2)]
-        send(add(address(x), place), barrier(barriers, number), block, words)
+        send(plus(shared_address(x), place), barrier(barriers, number), block, words)
 
     put(x_smem, barriers_smem, r, column, strip_reg)
 
@@ -168,14 +167,9 @@ def _named(text: str, **values: Any) -> str:
     return re.sub(r"\b[A-Z]+\b(?!:)", lambda word: str(values.get(word[0], word[0])), text)
 
 
-def address(ref: Any) -> Any:
-    """The address of an array in shared memory, 32 bits."""
-    return mlir.llvm.ptrtoint(mlir.i32(), mlir.memref_ptr(ref))
-
-
 def barrier(barriers: Any, number: int) -> Any:
     """The address of a barrier."""
-    return add(address(barriers), 8 * number)
+    return plus(shared_address(barriers), 8 * number)
 
 
 def thread() -> Any:
@@ -187,18 +181,6 @@ def thread() -> Any:
 def divided(x: Any, by: int) -> tuple[Any, Any]:
     """Quotient and remainder."""
     return mlir.arith.divui(x, constant(by)), mlir.arith.remui(x, constant(by))
-
-
-def total(first: Any, *others: Any) -> Any:
-    """The sum of words."""
-    for x in others:
-        first = add(first, x)
-    return first
-
-
-def element(vector: Any, i: int) -> Any:
-    """Element i of a register."""
-    return mlir.vector.extract(vector, [], mlir.ir.DenseI64ArrayAttr.get([i]))
 
 
 def bits(number: Any) -> Any:

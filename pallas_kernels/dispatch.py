@@ -19,6 +19,8 @@ import jax
 
 from pallas_kernels.device import GENERATIONS, H200, V6E, Device, describe
 
+CHIPS = tuple(GENERATIONS)
+"""Generations (`Device.sm`) with kernels."""
 Implementation = Literal["reference", "mosaic_gpu", "mosaic_tpu"]
 
 _log = logging.getLogger(__name__)
@@ -107,7 +109,7 @@ def resolve(
     op: str,
     requested: Implementation | None,
     *,
-    chips: tuple[int, ...] = (),
+    chips: tuple[int, ...] = CHIPS,
     refusal: str | None = None,
     tpu_refusal: str | None = NO_TPU_KERNEL,
 ) -> Launch | None:
@@ -117,7 +119,7 @@ def resolve(
     Args:
       op: name of the operation, for messages.
       requested: the required implementation; None: the device decides.
-      chips: generations (`Device.sm`) with a GPU kernel.
+      chips: generations with a GPU kernel, if not all have it.
       refusal: why the GPU kernel does not support these arguments; None if it does.
       tpu_refusal: the same of the TPU kernel.
     Raises:
@@ -206,7 +208,7 @@ def _say(op: str, device: Device, why: str | None) -> None:
         where = f"run their reference implementation on {device}"
         _once(logging.WARNING, f"operations without a kernel for TPUs {where}")
     elif device.platform != "tpu" and device.sm not in GENERATIONS:
-        kernels = f"the kernels are for TPUs and NVIDIA GPUs: {targets(tuple(GENERATIONS))}"
+        kernels = f"the kernels are for TPUs and NVIDIA GPUs: {targets(CHIPS)}"
         where = f"all operations run their reference implementation on {device}"
         _once(logging.WARNING, f"{where}: {kernels}")
     elif why:

@@ -315,12 +315,6 @@ class EngineOptions:
         False, "compile what prompt_logprobs of requests, and echo with logprobs, need"
     )
     max_logprobs: int = option(20, "most alternatives per token for logprobs", metavar="N")
-    prefill_calls: int | None = option(
-        None,
-        "most prefill calls between two rounds (default: 1; 4 if nothing decodes)",
-        at_least(1),
-        metavar="N",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,8 @@ OPTIONS: dict[str, str] = {
     "by itself",
     "ngram": "it had run on CPUs only, where AL grew by 1 % on HumanEval, and not beside adaptive "
     "load",
+    "prefill_calls": "nothing was measured with a number other than the default, one call between "
+    "two rounds and four if nothing decodes; use prefill_chunk or prefill_rows",
     "api_processes": "four had 0.95 to 0.99 of the tokens per second of one; run a server for each "
     "device, behind a gateway",
 }

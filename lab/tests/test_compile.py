@@ -49,22 +49,12 @@ MOST = {"h200": 5, "b200": 5, "b300": 2}
 `spread` adds those of kernels, weight formats and head dims that these lack. `python -m
 lab.deviceless --chip CHIP --op OP` compiles all specs."""
 SPILLS = {
-    **{
-        (chip, "verify_attention", name): spills
-        for chip, of_chip in {
-            "h200": {
-                "qwen3-moe-prefill": 48,
-                "llama-8b-prefill": 40,
-                "gpt-oss-prefill": 128,
-                "gpt-oss-prefill-long": 128,
-            },
-        }.items()
-        for name, spills in of_chip.items()
-    },
+    ("h200", "verify_attention", "qwen3-moe-prefill"): 48,
+    ("h200", "verify_attention", "llama-8b-prefill"): 40,
+    ("h200", "verify_attention", "gpt-oss-prefill"): 128,
+    ("h200", "verify_attention", "gpt-oss-prefill-long"): 128,
 }
-"""Bytes that a kernel may spill: a thread of rows of 8,192 columns has 128 registers and no more,
-one that merges splits of attention holds two sums, and prefill with pages of 16 tokens spills
-before its loop."""
+"""Bytes that a kernel may spill: prefill with pages of 16 tokens spills before its loop."""
 
 
 @functools.cache
@@ -85,8 +75,7 @@ def test_kernels_compile(op, chip, tmp_path_factory):
     if lacking := deviceless.missing():
         pytest.skip(lacking)
     specs, sm = deviceless.specs_of(op), deviceless.CHIPS[chip].sm
-    if sm not in specs.CHIPS:
-        assert not deviceless.specs_on(op, deviceless.CHIPS[chip])
+    if not deviceless.specs_on(op, deviceless.CHIPS[chip]):
         pytest.skip(f"{op} has no kernel for {chip}")
     kernels = [one for one in compiled(chip, tmp_path_factory.getbasetemp()) if one["op"] == op]
     wanted = deviceless.spread(deviceless.specs_on(op, deviceless.CHIPS[chip]), MOST[chip])

@@ -1,7 +1,5 @@
 """Linear layers: tokens times a weight [N, K] with K contiguous."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -15,8 +13,6 @@ from pallas_kernels.activations import (
 )
 from pallas_kernels.block_gemm import reference
 
-CHIPS = (90, 100)
-"""Generations (`Device.sm`) with a kernel."""
 TILES_CHIPS = (90,)
 """Generations whose products read fp8 weights in tiles (`pallas_kernels.fp8_tiles`)."""
 CHIPS_OF = {"fp8_tiles": TILES_CHIPS}
@@ -32,7 +28,6 @@ def linear(
     out_dtype: jnp.dtype | None = None,
     activations: Activations = "bf16",
     implementation: dispatch.Implementation | None = None,
-    config: Any = None,
 ) -> jax.Array:
     """`x @ weight.T + bias`.
 
@@ -47,7 +42,6 @@ def linear(
         accumulator.
       activations: "fp8" quantises x for an fp8 weight (`pallas_kernels.activations`); its products
         are then of e4m3. Other weights are multiplied as with "bf16".
-      config: `TuningConfig` of the kernel, for benchmarks; by default chosen from the shapes.
     Returns:
       [..., N].
     Raises:
@@ -68,7 +62,7 @@ def linear(
         rows, quantized = (x, False) if round_rows is None else (round_rows(x), True)
         return reference.linear(rows, weight, scale, bias, out_dtype, in_blocks=quantized)
     quantized = are_quantized(activations, weight, scale)
-    parts = _kernel(x, weight, scale, quantized, launch, config)
+    parts = _kernel(x, weight, scale, quantized, launch)
     y = add_in_order(parts)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(out_dtype)
 
@@ -110,13 +104,11 @@ def _launch(x, weight, scale, implementation) -> dispatch.Launch | None:
     refusal = dtype_refusal(x.dtype, weight, scale) or formats.kernel_refusal(weight, scale)
     if implementation is None:
         refusal = refusal or formats.compile_refusal(weight, scale)
-    chips = CHIPS_OF.get(formats.kind(weight, scale), CHIPS)
+    chips = CHIPS_OF.get(formats.kind(weight, scale), dispatch.CHIPS)
     return dispatch.resolve("block_gemm", implementation, chips=chips, refusal=refusal)
 
 
-def _kernel(
-    x, weight, scale, quantized: bool, launch: dispatch.Launch, config: Any = None
-) -> jax.Array:
+def _kernel(x, weight, scale, quantized: bool, launch: dispatch.Launch) -> jax.Array:
     # Slow imports that CPU use does not need.
     from pallas_kernels.block_gemm import mosaic_gpu
     from pallas_kernels.quantize.mosaic_gpu import operand
@@ -124,9 +116,7 @@ def _kernel(
     *rows, K = x.shape
     R = x.size // K
     x, x_scale = operand(x.reshape(R, K), quantized, launch)
-    if config is None:
-        choose = mosaic_gpu.TuningConfig.choose
-        N = formats.logical_shape(weight, scale)[0]
-        config = choose(x.shape[0], N, K, launch.device, formats.kind(weight, scale), x.dtype)
+    N, kind = formats.logical_shape(weight, scale)[0], formats.kind(weight, scale)
+    config = mosaic_gpu.TuningConfig.choose(x.shape[0], N, K, launch.device, kind, x.dtype)
     parts = mosaic_gpu.product(x, weight, scale, config, launch, x_scale)
     return parts[:, :R].reshape(parts.shape[0], *rows, -1)

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import formats, fp8_tiles
+from pallas_kernels import dispatch, formats, fp8_tiles
 from pallas_kernels.activations import Activations
 from pallas_kernels.block_gemm import api
-from pallas_kernels.device import Device
 
-CHIPS = api.CHIPS
 MMA = {90: "wgmma", 100: "tcgen05.mma"}
 MMA_OF_QUANTIZED_ROWS = {
     90: r"wgmma.*\.e4m3\.e4m3$",
@@ -59,7 +57,7 @@ class Spec:
 
 def chips_of(form: Form) -> tuple[int, ...]:
     """Generations with a kernel for weights of a format."""
-    return api.CHIPS_OF.get(form.removesuffix("_rows"), CHIPS)
+    return api.CHIPS_OF.get(form.removesuffix("_rows"), dispatch.CHIPS)
 
 
 def _layers(model: str, rows: tuple[int, ...], **shapes: tuple[int, int]) -> dict[str, Spec]:
@@ -170,23 +168,7 @@ def random_leaf(shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
     return jnp.exp(values) if shape.dtype == jnp.float32 else values.astype(shape.dtype)
 
 
-def configs(spec: Spec, device: Device) -> list:
-    """Configs for `build`: the default of the device, then alternatives for benchmarks."""
-    from pallas_kernels.block_gemm.mosaic_gpu import TuningConfig  # a slow import
-    from pallas_kernels.weight_tiles.format import Format
-
-    values, *scale = weight_of(spec.form, spec.outputs, spec.inputs)
-    scale = scale[0] if scale else None
-    kind = formats.kind(values, scale)
-    x_dtype = jnp.float8_e4m3fn if spec.activations == "fp8" else spec.x_dtype
-    form = Format.of(values, scale, device, x_dtype)
-    chosen = TuningConfig.choose(spec.rows, spec.outputs, spec.inputs, device, kind, x_dtype)
-    if spec.rows <= 64 or spec.outputs <= 256 or form.mma.groups(2) == 1:
-        return [chosen]
-    return [chosen, *(tiling for tiling in chosen.alternatives(form) if tiling != chosen)]
-
-
-def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
+def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     """(function, args): the kernel, and shapes of x, weight[, scale][, bias]."""
     N, K = spec.outputs, spec.inputs
     weight = weight_of(spec.form, N, K)
@@ -206,7 +188,6 @@ def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtyp
             out_dtype=jnp.float32,
             activations=spec.activations,
             implementation="mosaic_gpu",
-            config=config,
         )
 
     return run, args

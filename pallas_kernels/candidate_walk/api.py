@@ -6,8 +6,6 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.candidate_walk import reference
 
-CHIPS = (90, 100)
-"""Generations (`Device.sm`) with a kernel."""
 CANDIDATES = 16
 """Candidates of a draft in the kernel."""
 _RANKS = range(64, 256 + 1, 64)
@@ -77,4 +75,4 @@ def _resolve(
         refusal = f"tables of {' and '.join(sorted(map(str, dtypes)))} are not bfloat16 or float32"
     elif (J - 1) * C * rank * before.dtype.itemsize > _ROWS_BYTES:
         refusal = f"rows of {J - 1} drafts of rank {rank} do not fit into shared memory"
-    return dispatch.resolve("candidate_walk", implementation, chips=CHIPS, refusal=refusal)
+    return dispatch.resolve("candidate_walk", implementation, refusal=refusal)

@@ -11,8 +11,6 @@ _LEAST = 1024
 _MOST = 2**18
 """Most logits of a row. Three quarters of them lie in the shared memory
 of eight thread blocks; a thread of the longest row has 256, of which it holds 64 in registers."""
-CHIPS = (90, 100)
-"""Generations (`Device.sm`) with a kernel."""
 
 
 def cutoffs(
@@ -74,4 +72,4 @@ def _resolve(
         refusal = f"{V} logits are more than {_MOST}"
     elif logits.dtype != jnp.float32:
         refusal = f"{logits.dtype} is not float32"
-    return dispatch.resolve("cutoffs", implementation, chips=CHIPS, refusal=refusal)
+    return dispatch.resolve("cutoffs", implementation, refusal=refusal)

@@ -28,9 +28,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mlir_compat as mlir
-from pallas_kernels.cluster_send import address, element
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.peer_gather.words import asm
+from pallas_kernels.words import asm, element, shared_address
 
 WARPS, LANES = 4, 32
 PART = plgpu.Layout.TILED(plgpu.Tiling(((1, 4, 32), (1,))), (-3,), (-2,), -1)
@@ -88,7 +87,7 @@ class Exchange:
 
             @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
             def begin(_, slots):
-                asm(_BEGIN, "r,~{memory}", [address(slots)])
+                asm(_BEGIN, "r,~{memory}", [shared_address(slots)])
 
             begin(self.slots_smem)
 
@@ -114,7 +113,9 @@ class Exchange:
         def exchange(_, slots, slot, turn, *numbers):
             numbers = [element(x.registers.item(), 0) for x in numbers]
             turns = (x.registers.item() for x in (slot, turn))
-            return [_each(x) for x in _exchange(address(slots), *turns, numbers, self.blocks)]
+            return [
+                _each(x) for x in _exchange(shared_address(slots), *turns, numbers, self.blocks)
+            ]
 
         return exchange(self.slots_smem, jnp.int32(slot), jnp.int32(turn), *numbers)
 

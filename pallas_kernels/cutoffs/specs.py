@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.cutoffs import api
 
-CHIPS = api.CHIPS
 MMA: dict[int, str] = {}
 """No matrix instruction on any chip."""
 

@@ -22,35 +22,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import cluster_send
 from pallas_kernels import mlir_compat as mlir
-from pallas_kernels.peer_gather import words
-from pallas_kernels.peer_gather.words import asm
+from pallas_kernels import words
+from pallas_kernels.cluster_send import bits
+from pallas_kernels.words import asm
 
-SCALAR = cluster_send.SCALAR
-address = cluster_send.address
-global_address = words.address_of
+SCALAR, word, plus, times = words.SCALAR, words.word, words.plus, words.times
+address, global_address = words.shared_address, words.global_address
 LOWEST = -(2**31)
 """The smallest word."""
 _ALL = "0xffffffff"
 _PREDICATE = mlir.arith.CmpIPredicate
 
 
-def word(x: Any) -> Any:
-    """A Python number as a word."""
-    return words.constant(x) if isinstance(x, int) else x
-
-
-def plus(x: Any, y: Any) -> Any:
-    return mlir.arith.addi(word(x), word(y))
-
-
 def minus(x: Any, y: Any) -> Any:
     return mlir.arith.subi(word(x), word(y))
-
-
-def times(x: Any, y: Any) -> Any:
-    return mlir.arith.muli(word(x), word(y))
 
 
 def divided(x: Any, by: int) -> Any:
@@ -194,12 +180,12 @@ def store_words(place: Any, found: list) -> None:
 
 def store_global(place: Any, offset: Any, x: Any, where: Any = None) -> None:
     """Stores a word to device memory, `offset` bytes behind an address."""
-    _stored("st.global.b32", "l", words.plus(place, offset), x, where)
+    _stored("st.global.b32", "l", words.behind(place, offset), x, where)
 
 
-def or_shared(place: Any, x: Any, where: Any = None) -> None:
+def or_shared(place: Any, x: Any) -> None:
     """Sets bits of a word in shared memory, atomically: the order of threads does not matter."""
-    _stored("red.shared.or.b32", "r", place, x, where)
+    _stored("red.shared.or.b32", "r", place, x, None)
 
 
 def _stored(instruction: str, kind: str, place: Any, x: Any, where: Any) -> None:
@@ -238,7 +224,7 @@ def elements(array: Any) -> list:
     found = []
     for register in array.registers.flat:
         for i in range(mlir.ir.VectorType(register.type).shape[0]):
-            found.append(cluster_send.bits(cluster_send.element(register, i)))
+            found.append(bits(words.element(register, i)))
     return found
 
 

@@ -27,20 +27,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cluster_send
-from pallas_kernels.cluster_send import (
-    SCALAR,
-    address,
-    barrier,
-    bits,
-    divided,
-    element,
-    send,
-    thread,
-)
+from pallas_kernels.cluster_send import barrier, bits, divided, send, thread
 from pallas_kernels.dispatch import Launch
-from pallas_kernels.peer_gather.words import add, constant, times
 from pallas_kernels.weight_tiles.codecs import STEP
 from pallas_kernels.weight_tiles.format import swizzled
+from pallas_kernels.words import SCALAR, constant, element, plus, shared_address, times
 
 BLOCKS = 8
 """Blocks of the cluster, the portable maximum."""
@@ -235,18 +226,16 @@ class Messages:
             step, tile = step.registers.item(), tile.registers.item()
             warp, lane = divided(thread(), 32)
             row, pair = divided(lane, 4)
-            block = add(times(tile, TILE // experts), warp)
-            place = cluster_send.total(
-                times(step, experts * tokens), times(row, tokens), times(pair, 2)
-            )
-            start = add(address(products), times(place, 4))
+            block = plus(times(tile, TILE // experts), warp)
+            place = plus(times(step, experts * tokens), times(row, tokens), times(pair, 2))
+            start = plus(shared_address(products), times(place, 4))
             # Registers [0, t, 0, 0, j, ...]: row 8 j + lane / 4 of the warp, tokens 8 t + 2 (lane %
             # 4) and the next.
             both = product.registers.reshape(tokens // 8, 2)
             for t in range(tokens // 8):
                 for j in range(2):
                     words = [bits(element(both[t, j], i)) for i in range(2)]
-                    place = add(start, 4 * (8 * j * tokens + 8 * t))
+                    place = plus(start, 4 * (8 * j * tokens + 8 * t))
                     send(place, barrier(barriers, _PRODUCTS), block, words)
 
         put(self.products_smem, self.barriers_smem, step, tile, product_reg)
@@ -275,12 +264,12 @@ class Messages:
             (some,) = totals.registers.flat
             expert, token = divided(thread(), BLOCKS)
             count = tokens // BLOCKS
-            place = cluster_send.total(
+            place = plus(
                 times(token, count * EXPERTS), times(block.registers.item(), experts), expert
             )
-            start = add(address(logits), times(place, 4))
+            start = plus(shared_address(logits), times(place, 4))
             for i in range(count):
-                place = add(start, 4 * i * EXPERTS)
+                place = plus(start, 4 * i * EXPERTS)
                 words = [bits(element(some, i))]
                 send(place, barrier(barriers, _LOGITS), constant(0), words)
 

@@ -27,8 +27,6 @@ from pallas_kernels.device import Device
 from pallas_kernels.moe.reference import Choice, Experts
 from pallas_kernels.moe.worklist import most_items
 
-CHIPS = (90, 100)
-"""Generations (`Device.sm`) with kernels for experts and for routing."""
 MOST_SHARED = 16
 """Most rows that all items share: then an item has all rows, and is one for each chosen expert."""
 ROWS = 64
@@ -201,7 +199,7 @@ def resolve(
         if any(quantized):
             tpu_refusal = "it has no kernel for fp8 activations on a TPU"
     kinds = {formats.kind(w.values, w.scale) for w in weights}
-    chips = next((CHIPS_OF[kind] for kind in kinds if kind in CHIPS_OF), CHIPS)
+    chips = next((CHIPS_OF[kind] for kind in kinds if kind in CHIPS_OF), dispatch.CHIPS)
     launch = dispatch.resolve(
         "moe", implementation, chips=chips, refusal=refusal, tpu_refusal=tpu_refusal
     )

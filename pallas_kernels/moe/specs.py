@@ -1,7 +1,7 @@
 """Mixture-of-experts workloads of supported models by kernel, for compile tests and benchmarks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -18,14 +18,12 @@ from pallas_kernels.block_gemm.specs import (
     random_leaf,
     weight_of,
 )
-from pallas_kernels.device import Device
-from pallas_kernels.moe import paths, reference
+from pallas_kernels.moe import reference
 from pallas_kernels.moe.paths import Routing, TuningConfig
 from pallas_kernels.moe.reference import Choice, ExpertWeights
 from pallas_kernels.moe.worklist import Worklist, make_worklist, own_items
 from pallas_kernels.rms_norm.api import add_rms_norm
 
-CHIPS = paths.CHIPS
 MMA = {90: "wgmma", 100: "tcgen05.mma"}
 """Required matrix instruction of gate_up and down, by chip."""
 
@@ -160,19 +158,9 @@ SPECS = {
 }
 
 
-def configs(spec: Spec, device: Device) -> list:
-    """Configs for `build`: the default, then alternatives for benchmarks."""
-    if spec.kernel not in ("gate_up", "down") or device.sm != 90:
-        return []  # on Blackwell all of them have two stages
-    chosen = _config(spec)
-    used = chosen.stages[0 if spec.kernel == "gate_up" else 1]
-    others = [replace(chosen, stages=(n, n)) for n in (2, 3, 4) if n != used]
-    return [chosen, *others]
-
-
-def build(spec: Spec, config: Any = None) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
-    """(function, args): the kernel and its argument shapes; `config` is for gate_up and down."""
-    return _BUILD[spec.kernel](spec, *([] if config is None else [config]))
+def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
+    """(function, args): the kernel and its argument shapes."""
+    return _BUILD[spec.kernel](spec)
 
 
 def inputs(spec: Spec, key: jax.Array) -> tuple[jax.Array, ...]:
@@ -263,7 +251,7 @@ def _rows_of(spec: Spec, x: jax.Array, leaves: tuple) -> tuple[jax.Array, tuple]
     return dequantize(Quantized(x, leaves[-1])), leaves[:-1]
 
 
-def _launch(chips: tuple[int, ...] = CHIPS) -> dispatch.Launch | None:
+def _launch(chips: tuple[int, ...] = dispatch.CHIPS) -> dispatch.Launch | None:
     return dispatch.resolve("moe", "mosaic_gpu", chips=chips)
 
 
@@ -362,10 +350,10 @@ def _spread(spec: Spec) -> tuple[Callable, tuple]:
     return run, args
 
 
-def _gate_up(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
+def _gate_up(spec: Spec) -> tuple[Callable, tuple]:
     """x [rows, width], experts [items], num_items [1], weight -> bfloat16
     [items * tokens, inner]."""
-    config = config or _config(spec)
+    config = _config(spec)
 
     def run(x, experts, num_items, *leaves):
         rows, weight = _rows_of(spec, x, leaves)
@@ -395,10 +383,10 @@ def _gate_up(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
     return run, _items(spec, rows, spec.width, (2, spec.inner))
 
 
-def _down(spec: Spec, config: Any = None) -> tuple[Callable, tuple]:
+def _down(spec: Spec) -> tuple[Callable, tuple]:
     """inner [items * tokens, inner], experts, num_items, weight -> bfloat16
     [items * tokens, width]."""
-    config = config or _config(spec)
+    config = _config(spec)
 
     def run(inner, experts, num_items, *leaves):
         rows, weight = _rows_of(spec, inner, leaves)

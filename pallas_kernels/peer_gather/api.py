@@ -16,8 +16,6 @@ from pallas_kernels.moe.api import Mixture
 from pallas_kernels.peer_gather import reference
 from pallas_kernels.peer_gather.mailbox import HALVES_BYTES, LINKS, MOST_BYTES, UNIT_BYTES
 
-CHIPS = (90, 100)
-"""Generations (`Device.sm`) with a kernel: those whose GPUs may be linked by NVLink."""
 MULTIPLE = HALVES_BYTES
 """The bytes of a message are a multiple of this."""
 
@@ -52,7 +50,7 @@ def gather_sum(
     _check(links, refusal(parts, dtype))
     shape, dtype = parts.shape[1:], jnp.dtype(dtype)
     unit_bytes = _unit_bytes(shape, dtype)
-    launch = dispatch.resolve("peer_gather", implementation, chips=CHIPS)
+    launch = dispatch.resolve("peer_gather", implementation)
     if launch is None:
         units = math.prod(shape) * dtype.itemsize // unit_bytes
         return reference.gather(add_in_order(parts).astype(dtype), units, links, axis)
@@ -80,7 +78,7 @@ def gather_mixture(
       ValueError: `mixture_refusal` is not None, or links has another shape.
     """
     _check(links, mixture_refusal(mixture, num_rows))
-    launch = dispatch.resolve("peer_gather", implementation, chips=CHIPS)
+    launch = dispatch.resolve("peer_gather", implementation)
     if launch is None:
         sent = mixture.added(num_rows)
         return reference.gather(sent, sent.nbytes // UNIT_BYTES, links, axis)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pallas_kernels import mlir_compat as mlir
 from pallas_kernels.peer_gather.mailbox import UNIT_BYTES
-from pallas_kernels.peer_gather.words import asm, constant, load, load_words, plus, times
+from pallas_kernels.words import asm, behind, constant, load, load_words, times
 
 
 class SumLoads:
@@ -30,12 +30,12 @@ class SumLoads:
 
     def __call__(self, unit) -> list:
         """The words of a unit."""
-        first = plus(self._address, times(unit, 4 * self._words))
+        first = behind(self._address, times(unit, 4 * self._words))
         loaded = []
         for part in range(self._num_parts):
-            begin, words = plus(first, part * self._part_bytes), []
+            begin, words = behind(first, part * self._part_bytes), []
             for at in range(0, self._words, 4):
-                words += load_words(plus(begin, 4 * at), min(4, self._words))
+                words += load_words(behind(begin, 4 * at), min(4, self._words))
             loaded.append(words)
         if self._num_parts == 1 and not self._rounded:
             return loaded[0]
@@ -70,9 +70,9 @@ class MixtureLoads:
         units = constant(self._row_bytes // UNIT_BYTES)
         row, column = mlir.arith.divui(unit, units), mlir.arith.remui(unit, units)
         at = times(row, 4)
-        sources = [load(plus(self._rows, at), j * stride) for j in range(top_k)]
-        weights = [_float(load(plus(self._weights, at), j * stride)) for j in range(top_k)]
-        begin, parts = plus(self._values, times(column, UNIT_BYTES)), []
+        sources = [load(behind(self._rows, at), j * stride) for j in range(top_k)]
+        weights = [_float(load(behind(self._weights, at), j * stride)) for j in range(top_k)]
+        begin, parts = behind(self._values, times(column, UNIT_BYTES)), []
         for source in sources:
             # 64 bits: the results of a long prompt may have more than 4 GB.
             wide = mlir.arith.extui(begin.type, source)

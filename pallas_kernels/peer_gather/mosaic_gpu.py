@@ -23,11 +23,11 @@ from pallas_kernels.dispatch import Launch
 from pallas_kernels.peer_gather import mailbox
 from pallas_kernels.peer_gather.loads import MixtureLoads, SumLoads
 from pallas_kernels.peer_gather.mailbox import EMPTY, HALVES_BYTES, OTHER_NAN, THREADS, UNIT_BYTES
-from pallas_kernels.peer_gather.words import (
-    add,
-    address_of,
+from pallas_kernels.words import (
     asm,
+    behind,
     constant,
+    global_address,
     load,
     load_address,
     plus,
@@ -116,7 +116,7 @@ def _exchange(
     ):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs) + (plgpu.Layout.WG_SPLAT(()),))
         def exchange(_, *refs_and_block):
-            *sources, links, out = map(address_of, refs_and_block[:-1])
+            *sources, links, out = map(global_address, refs_and_block[:-1])
             block = refs_and_block[-1].registers.flat[0]
             _emit(loads_of(*sources), links, out, block, num_devices, num_units, each)
 
@@ -148,31 +148,31 @@ def _emit(loads, links, out, block, num_devices: int, num_units: int, each: int)
     """
     thread = asm("mov.u32 $0, %tid.x;", "=r", [], mlir.i32())
     rank = load(links, 0)
-    counter = plus(links, times(add(block, mailbox.COUNTERS), 4))
-    number = add(load(counter, 0), 1)
+    counter = behind(links, times(plus(block, mailbox.COUNTERS), 4))
+    number = plus(load(counter, 0), 1)
     slot = mlir.arith.andi(number, constant(1))
     halved = loads.unit_bytes == HALVES_BYTES
 
     def unit_of(mailbox_address, sender, at):
         """Address of a unit, of those of this thread block."""
-        index = add(times(slot, num_devices), sender)
-        index = add(times(index, mailbox.BLOCKS), block)
-        index = add(times(index, mailbox.UNITS), at)
-        return plus(mailbox_address, times(index, UNIT_BYTES))
+        index = plus(times(slot, num_devices), sender)
+        index = plus(times(index, mailbox.BLOCKS), block)
+        index = plus(times(index, mailbox.UNITS), at)
+        return behind(mailbox_address, times(index, UNIT_BYTES))
 
     def store(sender, unit, words):
-        row = plus(out, times(sender, num_units * loads.unit_bytes))
+        row = behind(out, times(sender, num_units * loads.unit_bytes))
         names = ", ".join(f"${i + 1}" for i in range(len(words)))
         text = f"st.global.v{len(words)}.b32 [$0], {{{names}}};"
-        asm(text, "l" + ",r" * len(words), [plus(row, times(unit, loads.unit_bytes)), *words])
+        asm(text, "l" + ",r" * len(words), [behind(row, times(unit, loads.unit_bytes)), *words])
 
-    mailbox_of = lambda device: load_address(plus(links, times(device, 8)), mailbox.ADDRESSES)
-    peers = [mlir.arith.remui(add(rank, i), constant(num_devices)) for i in range(1, num_devices)]
+    mailbox_of = lambda device: load_address(behind(links, times(device, 8)), mailbox.ADDRESSES)
+    peers = [mlir.arith.remui(plus(rank, i), constant(num_devices)) for i in range(1, num_devices)]
     own, others = mailbox_of(rank), [mailbox_of(peer) for peer in peers]
     places = []  # units of this thread within its block, and in the message
     for first in range(0, each, THREADS):
-        at = add(thread, first)
-        places.append((at, add(times(block, each), at)))
+        at = plus(thread, first)
+        places.append((at, plus(times(block, each), at)))
 
     # A thread past the end sends and receives nothing: a unit has one reader, which empties it.
     def exists(at, unit):

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import activations, dispatch
 
-CHIPS = (90, 100)
 MMA: dict[int, str] = {}
 """No matrix instruction on any chip."""
 
@@ -43,7 +42,7 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
     def run(x, *slots):
         from pallas_kernels.quantize import mosaic_gpu  # a slow import that CPU use does not need
 
-        launch = dispatch.resolve("quantize", "mosaic_gpu", chips=CHIPS)
+        launch = dispatch.resolve("quantize", "mosaic_gpu")
         if spec.kernel == "quantize":
             rows = activations.quantize(x) if launch is None else mosaic_gpu.quantize(x, launch)
         elif launch is not None:

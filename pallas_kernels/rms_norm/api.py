@@ -9,8 +9,6 @@ from pallas_kernels import dispatch
 from pallas_kernels.rms_norm import reference
 
 MAX_PARTS = 32
-CHIPS = (90, 100)
-"""Generations (`Device.sm`) with a kernel."""
 _WIDTHS = range(256, 8192 + 1, 64)
 """Row widths of the kernel. One block per narrow row would be mostly launch overhead."""
 
@@ -169,4 +167,4 @@ def _resolve(
         refusal = f"{D} columns are not a multiple of 64 from {_WIDTHS[0]} to {_WIDTHS[-1]}"
     elif odd:
         refusal = f"{odd[0]} is neither bfloat16 nor float32"
-    return dispatch.resolve("rms_norm", implementation, chips=CHIPS, refusal=refusal)
+    return dispatch.resolve("rms_norm", implementation, refusal=refusal)

@@ -11,7 +11,6 @@ from pallas_kernels.rms_norm import api
 
 EPS = 1e-6
 
-CHIPS = api.CHIPS
 MMA: dict[int, str] = {}
 """No matrix instruction on any chip."""
 

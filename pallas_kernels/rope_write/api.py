@@ -8,8 +8,6 @@ from pallas_kernels.rope_write import reference
 from pallas_kernels.rope_write.reference import Form
 
 MAX_PARTS = 32
-CHIPS = (90, 100)
-"""Generations (`Device.sm`) with a kernel."""
 
 
 def rope_write(
@@ -56,7 +54,7 @@ def rope_write(
     _check(qkv, k_pages, form)
     dtype = jnp.dtype(form.dtype or k_pages.dtype)
     launch = dispatch.resolve(
-        "rope_write", implementation, chips=CHIPS, refusal=_refusal(qkv, k_pages, v_pages, dtype)
+        "rope_write", implementation, refusal=_refusal(qkv, k_pages, v_pages, dtype)
     )
     rows = qkv, k_pages, v_pages, angles, page_table, positions
     if launch is None:

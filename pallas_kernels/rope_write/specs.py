@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from pallas_kernels.rope_write import api
 from pallas_kernels.verify_attention.specs import on_full_cache
 
-CHIPS = api.CHIPS
 MMA: dict[int, str] = {}
 """No matrix instruction on any chip."""
 

@@ -6,8 +6,6 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.top import reference
 
-CHIPS = (90, 100)
-"""Generations (`Device.sm`) with a kernel."""
 COUNT = 16
 """Values that the kernel finds in a row."""
 _TILE = 64
@@ -52,4 +50,4 @@ def _resolve(
         refusal = f"{V} values are more than {_MOST}"
     elif values.dtype != jnp.float32:
         refusal = f"{values.dtype} is not float32"
-    return dispatch.resolve("top", implementation, chips=CHIPS, refusal=refusal)
+    return dispatch.resolve("top", implementation, refusal=refusal)

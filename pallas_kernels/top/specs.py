@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.top import api
 
-CHIPS = api.CHIPS
 MMA: dict[int, str] = {}
 """No matrix instruction on any chip."""
 REFERENCE_OPTIONS = {"xla_gpu_experimental_enable_fusion_autotuner": False}

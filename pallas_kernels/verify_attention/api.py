@@ -1,19 +1,11 @@
 """Attention of a few new rows per sequence (verification, drafting, prefill chunk) over the paged
 cache."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.verify_attention import reference
-
-CHIPS = (90, 100)
-"""Generations (`Device.sm`) with a kernel."""
-SHARED_KEYS_CHIPS = (90,)
-"""Those with the form for many queries, `mosaic_prefill`; `mosaic_sm90.choose_config` says which
-calls take it."""
 
 
 def verify_attention(
@@ -44,18 +36,15 @@ def verify_attention(
     Raises:
       NotImplementedError: the requested implementation cannot take these arguments here.
     """
-    launch = launch_of(q, k_pages, v_pages, implementation)
+    refusal = _refusal(q, k_pages, v_pages)
+    launch = dispatch.resolve("verify_attention", implementation, refusal=refusal)
     if launch is not None:
-        return kernel_of(launch)(
-            q,
-            k_pages,
-            v_pages,
-            page_table,
-            positions,
-            scale,
-            window,
-            sinks,
-            launch,
+        # Imported here: a slow import that CPU use does not need.
+        from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100
+
+        chip = {90: mosaic_sm90, 100: mosaic_sm100}[launch.device.sm]
+        return chip.verify_attention(
+            q, k_pages, v_pages, page_table, positions, scale, window, sinks, launch
         )
     # A loop with a data-dependent end reads only the pages in use. On a GPU such a loop
     # synchronises with the host in each iteration, so there one block covers the whole table.
@@ -72,30 +61,6 @@ def verify_attention(
         sinks,
         max(1, block_pages),
     )
-
-
-def launch_of(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    implementation: dispatch.Implementation | None,
-) -> dispatch.Launch | None:
-    """Launch parameters of the kernel for these arguments of `verify_attention`; None: the
-    reference."""
-    return dispatch.resolve(
-        "verify_attention",
-        implementation,
-        chips=CHIPS,
-        refusal=_refusal(q, k_pages, v_pages),
-    )
-
-
-def kernel_of(launch: dispatch.Launch) -> Callable:
-    """The kernel of a chip, `mosaic_merge.verify_attention`."""
-    # Imported here: a slow import that CPU use does not need.
-    from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100
-
-    return {90: mosaic_sm90, 100: mosaic_sm100}[launch.device.sm].verify_attention
 
 
 def _refusal(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> str | None:

@@ -17,7 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.verify_attention.mosaic_plan import (
     AttentionPlan,
-    Splits,
     Tile,
     TuningConfig,
     make_plan,
@@ -39,15 +38,13 @@ class Chip(NamedTuple):
 
     tile: Tile
     choose_config: Callable[..., TuningConfig]
-    """(shape of q, KV heads, positions of a page table, window, device, splits or None, whether
-    pages are e4m3) -> tuning."""
+    """(shape of q, KV heads, positions of a page table, window, device, whether pages are e4m3) ->
+    tuning."""
     walk_kernel: Callable[[AttentionPlan, Any], Callable]
     """(plan, interpret) -> the kernel that walks over keys."""
 
 
-@functools.partial(
-    jax.jit, static_argnames=("chip", "scale", "window", "launch", "config", "splits")
-)
+@functools.partial(jax.jit, static_argnames=("chip", "scale", "window", "launch", "config"))
 def verify_attention(
     chip: Chip,
     q: jax.Array,  # [B, T, N, H]
@@ -60,15 +57,13 @@ def verify_attention(
     sinks: jax.Array | None,  # [N]
     launch: Launch,
     config: TuningConfig | None = None,
-    splits: Splits | None = None,
 ) -> jax.Array:
-    """`api.verify_attention` by the kernels of a chip; without `config` the chip chooses it, for
-    `splits` or those of the layer."""
+    """`api.verify_attention` by the kernels of a chip; without `config` the chip chooses it."""
     if config is None:
         Z, K = k_pages.shape[1:3]
         table_size = page_table.shape[1] * Z
         fp8 = k_pages.dtype == jnp.float8_e4m3fn
-        config = chip.choose_config(q.shape, K, table_size, window, launch.device, splits, fp8)
+        config = chip.choose_config(q.shape, K, table_size, window, launch.device, fp8)
     plan = make_plan(
         q,
         k_pages,

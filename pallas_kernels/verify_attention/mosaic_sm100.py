@@ -29,7 +29,6 @@ from pallas_kernels.verify_attention import mosaic_softmax as softmax
 from pallas_kernels.verify_attention.mosaic_merge import Chip
 from pallas_kernels.verify_attention.mosaic_plan import (
     AttentionPlan,
-    Splits,
     Tile,
     TuningConfig,
     choose_walks,
@@ -55,16 +54,14 @@ def choose_config(
     table_size: int,
     window: int | None,
     device: Device,
-    splits: Splits | None = None,
     fp8: bool = False,
 ) -> TuningConfig:
-    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; `splits`
-    other than the layer's."""
+    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions."""
     H = shape[3]
     key_block = 32 if H > 256 else 64
     # What fits into shared memory beside q. Tensor memory limits an SM to one thread block.
     stages = {64: 8, 128: 4, 256: 2, 512: 2}[H]
-    splits = splits or splits_of(window)
+    splits = splits_of(window)
     walks = choose_walks(shape, kv_heads, table_size, window, TILE, device.num_sms, splits)
     return TuningConfig(key_block, splits, stages, walks)
 

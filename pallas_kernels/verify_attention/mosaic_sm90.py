@@ -33,45 +33,26 @@ def choose_config(
     table_size: int,
     window: int | None,
     device: Device,
-    splits: Splits | None = None,
     fp8: bool = False,
 ) -> TuningConfig:
-    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions; `splits`
-    other than the layer's."""
-    T, H = shape[1], shape[3]
-    config = tile_config(shape, kv_heads, table_size, window, device, splits)
-    many = T >= _SHARED_ROWS and table_size >= _SHARED_KEYS and config.walks == 1
+    """Tuning for q of `shape` [B, T, N, H] over page tables of `table_size` positions."""
+    _, T, N, H = shape
+    splits = splits_of(window)
+    walks = choose_walks(shape, kv_heads, table_size, window, TILE, 2 * device.num_sms, splits)
+    many = T >= _SHARED_ROWS and table_size >= _SHARED_KEYS and walks == 1
     if many and window is None and H <= 128:
-        return prefill_config(H, window, splits, fp8)
-    return config
-
-
-def tile_config(
-    shape: tuple[int, int, int, int],
-    kv_heads: int,
-    table_size: int,
-    window: int | None,
-    device: Device,
-    splits: Splits | None = None,
-) -> TuningConfig:
-    """`choose_config` with one row tile a thread block for any number of queries."""
-    N, H = shape[2:]
-    key_block = 32 if H > 256 else 64
+        return prefill_config(H, splits, fp8)
     # Chosen so that two thread blocks of head dim 64 or 128 fit on one SM.
     stages = {64: 6, 128: 3 if N // kv_heads % 8 == 0 else 2, 256: 2, 512: 3}[H]
-    splits = splits or splits_of(window)
-    walks = choose_walks(shape, kv_heads, table_size, window, TILE, 2 * device.num_sms, splits)
-    return TuningConfig(key_block, splits, stages, walks)
+    return TuningConfig(32 if H > 256 else 64, splits, stages, walks)
 
 
-def prefill_config(
-    head_dim: int, window: int | None, splits: Splits | None = None, fp8: bool = False
-) -> TuningConfig:
+def prefill_config(head_dim: int, splits: Splits, fp8: bool = False) -> TuningConfig:
     """Tuning with two row tiles a thread block, for a head dim of 64 or 128; `fp8`: the pages are
     e4m3."""
     # One thread block fits on an SM. The stages are 160 KB of keys and values; an e4m3 block has
     # half the bytes.
-    splits, wide = splits or splits_of(window), 128 // head_dim
+    wide = 128 // head_dim
     if fp8:
         return TuningConfig(64, splits, 4 * wide, 1, 2, raw_stages=2 * wide)
     return TuningConfig(64, splits, 5 * wide, 1, 2)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.verify_attention import api
 
-CHIPS = api.CHIPS
 MMA = {90: "wgmma", 100: "tcgen05.mma"}
 
 
@@ -16,10 +15,7 @@ MMA = {90: "wgmma", 100: "tcgen05.mma"}
 class Spec:
     """bfloat16 rows over a cache of `length` positions per sequence.
 
-    With a window the page table is a ring. With `fp8` the cache is e4m3. With `equal` all splits
-    have 256 keys, to compare with those that grow with the position (`mosaic_plan.GROWING`). With
-    `shared_keys` two row tiles of a thread block share its keys on Hopper (`mosaic_prefill`), with
-    False none do; None leaves the choice to the kernel.
+    With a window the page table is a ring. With `fp8` the cache is e4m3.
     """
 
     batch: int
@@ -32,20 +28,12 @@ class Spec:
     window: int | None = None
     sinks: bool = False
     fp8: bool = False
-    equal: bool = False
-    shared_keys: bool | None = None
-
-    @property
-    def chips(self) -> tuple[int, ...]:
-        """Generations with a kernel."""
-        compared = self.fp8 and self.shared_keys is False  # with shared keys
-        return api.SHARED_KEYS_CHIPS if self.shared_keys or compared else api.CHIPS
 
     @property
     def form(self) -> tuple[bool, int] | None:
-        """Forms with shared keys whose code differs, so that `lab.deviceless` compiles one of
+        """Forms of many queries whose code differs, so that `lab.deviceless` compiles one of
         each."""
-        return (self.fp8, self.head_dim) if self.shared_keys else None
+        return (self.fp8, self.head_dim) if self.rows >= 512 else None
 
 
 QWEN3 = dict(heads=32, kv_heads=4, head_dim=128)
@@ -58,7 +46,7 @@ GPT_OSS_LOCAL = dict(**GPT_OSS, window=128, length=768)
 GEMMA_LOCAL = dict(heads=32, kv_heads=16, head_dim=256, window=1024, length=1536)
 GEMMA_GLOBAL = dict(heads=32, kv_heads=4, head_dim=512)
 
-# Contexts in which splits that grow with the position count: sequences, and keys of each.
+# Long contexts: sequences, and keys of each.
 LONG = {
     "one-16k": (1, 16384),
     "eight-16k": (8, 16384),
@@ -116,43 +104,30 @@ SPECS = {
     "gemma-31b-local-fp8-cache": Spec(batch=64, rows=8, fp8=True, **GEMMA_LOCAL),
     "gemma-31b-global-fp8-cache": Spec(batch=64, rows=8, fp8=True, **GEMMA_GLOBAL),
     **{
-        f"long-{name}{'-fp8-cache' * fp8}{'-equal' * equal}": Spec(
-            batch=batch, rows=8, length=length, page_size=64, fp8=fp8, equal=equal, **QWEN3
+        f"long-{name}{'-fp8-cache' * fp8}": Spec(
+            batch=batch, rows=8, length=length, page_size=64, fp8=fp8, **QWEN3
         )
         for name, (batch, length) in LONG.items()
         for fp8 in (False, True)
-        for equal in (False, True)
     },
     "long-eight-16k-plain": Spec(batch=8, rows=1, length=16384, page_size=64, **QWEN3),
-    "long-eight-16k-plain-equal": Spec(
-        batch=8, rows=1, length=16384, page_size=64, equal=True, **QWEN3
-    ),
     "gemma-31b-global-long": Spec(batch=8, rows=8, length=16384, **GEMMA_GLOBAL),
     "gpt-oss-prefill-long": Spec(batch=1, rows=512, length=16384, **GPT_OSS),
     **{
-        f"prefill-{model}-{name}{'-shared-keys' * shared}": Spec(
-            batch=batch, rows=rows, length=length, page_size=64, shared_keys=shared, **sizes
+        f"prefill-{model}-{name}": Spec(
+            batch=batch, rows=rows, length=length, page_size=64, **sizes
         )
         for model, sizes in (("qwen3-moe", QWEN3), ("llama-8b", LLAMA), ("gpt-oss", GPT_OSS))
         for name, (batch, rows, length) in PREFILLS.items()
-        for shared in (False, True)
     },
+    "prefill-gpt-oss-local-16k": Spec(
+        batch=1, rows=4096, page_size=64, **GPT_OSS_LOCAL | dict(length=4224)
+    ),
     **{
-        f"prefill-gpt-oss-local-16k{'-shared-keys' * shared}": Spec(
-            batch=1,
-            rows=4096,
-            page_size=64,
-            shared_keys=shared,
-            **GPT_OSS_LOCAL | dict(length=4224),
-        )
-        for shared in (False, True)
-    },
-    **{
-        f"prefill-{model}-16k-end-fp8-cache{'-shared-keys' * shared}": Spec(
-            batch=1, rows=4096, length=16384, page_size=64, fp8=True, shared_keys=shared, **sizes
+        f"prefill-{model}-16k-end-fp8-cache": Spec(
+            batch=1, rows=4096, length=16384, page_size=64, fp8=True, **sizes
         )
         for model, sizes in (("qwen3-moe", QWEN3), ("llama-8b", LLAMA), ("gpt-oss", GPT_OSS))
-        for shared in (False, True)
     },
     "embedded": Spec(batch=2, rows=4, heads=4, kv_heads=2, head_dim=64, length=512),
 }
@@ -176,30 +151,6 @@ def build(spec: Spec) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
         args = (*args, jax.ShapeDtypeStruct((N,), jnp.bfloat16))
 
     def run(q, k_pages, v_pages, page_table, positions, sinks=None):
-        launch = api.launch_of(q, k_pages, v_pages, "mosaic_gpu")
-        if (spec.equal or spec.shared_keys is not None) and launch is not None:
-            from pallas_kernels.verify_attention import mosaic_plan, mosaic_sm90  # a slow import
-
-            splits = mosaic_plan.UNIFORM if spec.equal else None
-            config = None
-            if spec.shared_keys:
-                config = mosaic_sm90.prefill_config(H, spec.window, splits, spec.fp8)
-            elif spec.shared_keys is False and launch.device.sm == 90:
-                sizes = (q.shape, K, spec.length, spec.window, launch.device, splits)
-                config = mosaic_sm90.tile_config(*sizes)
-            return api.kernel_of(launch)(
-                q,
-                k_pages,
-                v_pages,
-                page_table,
-                positions,
-                H**-0.5,
-                spec.window,
-                sinks,
-                launch,
-                config=config,
-                splits=splits,
-            )
         return api.verify_attention(
             q,
             k_pages,

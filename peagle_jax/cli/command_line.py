@@ -66,7 +66,7 @@ def positive(text: str) -> int:
     return value
 
 
-def named_value(text: str) -> tuple[str, object]:
+def _named_value(text: str) -> tuple[str, object]:
     """Parses `NAME=VALUE`; a value that is not JSON is text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
@@ -74,6 +74,20 @@ def named_value(text: str) -> tuple[str, object]:
     with contextlib.suppress(ValueError):
         value = json.loads(value)
     return name, value
+
+
+def add_chat(add: Callable) -> None:
+    """Adds the options of a chat."""
+    add("--chat", action="store_true", help="send each prompt through the model's chat template")
+    add("--system", metavar="TEXT", help="with --chat: what stands before the conversation")
+    add(
+        "--chat-option",
+        type=_named_value,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="with --chat: set what the template takes, as enable_thinking=false; repeatable",
+    )
 
 
 def add_constraints(add: Callable) -> None:

@@ -8,11 +8,11 @@ from typing import Literal
 
 from peagle_jax.cli.command_line import (
     Parser,
+    add_chat,
     add_constraints,
     add_options,
     add_removed,
     given,
-    named_value,
 )
 from peagle_jax.config import EngineOptions
 from peagle_jax.errors import ConfigError
@@ -234,16 +234,7 @@ def parser() -> argparse.ArgumentParser:
         metavar=("IN.jsonl", "OUT.jsonl"),
         help="answer a file in OpenAI's batch form, see below",
     )
-    add("--chat", action="store_true", help="send each prompt through the model's chat template")
-    add("--system", metavar="TEXT", help="with --chat: what stands before the conversation")
-    add(
-        "--chat-option",
-        type=named_value,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="with --chat: set what the template takes, as enable_thinking=false; repeatable",
-    )
+    add_chat(add)
 
     _add_model_options(command_line.add_argument_group("model").add_argument)
 

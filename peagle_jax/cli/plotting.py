@@ -28,14 +28,11 @@ def matplotlib() -> ModuleType:
     return matplotlib
 
 
-def figure_with_panels(count: int, *, width: float = 5, height: float = 4) -> tuple:
+def figure_with_panels(count: int) -> tuple:
     """A figure with `count` panels side by side, and the list of its panels.
-
-    Args:
-      width, height: of a panel, in inches.
 
     Raises:
       ConfigError: matplotlib is not installed.
     """
-    figure = matplotlib().figure.Figure(figsize=(width * count, height), layout="constrained")
+    figure = matplotlib().figure.Figure(figsize=(5 * count, 4), layout="constrained")  # inches
     return figure, list(figure.subplots(1, count, squeeze=False)[0])

@@ -78,21 +78,16 @@ def largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return vocabulary.first_largest(argmax, maximum, logits.shape[-1])
 
 
-def verify_greedy(logits: jax.Array, drafts: jax.Array, num_draft: jax.Array) -> Verdict:
+def verify_greedy(best: jax.Array, drafts: jax.Array, num_draft: jax.Array) -> Verdict:
     """Temperature 0: accept drafts while they equal the target's argmax, then emit the argmax.
 
     Example: argmax [5, 7, 9], drafts [5, 8], num_draft 2 -> tokens [5, 7, 9], count 2.
 
     Args:
-      logits: [B, J+1, V].
+      best: the argmax [B, J+1].
       drafts: [B, J] int32.
       num_draft: [B] int32; drafts at rows `j >= num_draft` are ignored.
     """
-    return _greedy(largest(logits)[0], drafts, num_draft)
-
-
-def _greedy(best: jax.Array, drafts: jax.Array, num_draft: jax.Array) -> Verdict:
-    """`verify_greedy`, given the argmax `best` [B, J+1]."""
     J = drafts.shape[1]
     accept = (drafts == best[:, :J]) & (jnp.arange(J) < num_draft[:, None])
     return Verdict(best, _leading(accept) + 1)
@@ -247,7 +242,7 @@ def verify(
     best, value = largest(logits)
     is_finite = jnp.isfinite(value)
     if params.temperature is None:
-        return _greedy(best, drafts, params.num_draft)._replace(finite=is_finite)
+        return verify_greedy(best, drafts, params.num_draft)._replace(finite=is_finite)
     laws_of = partial(
         _laws,
         drafts=drafts,
@@ -295,7 +290,7 @@ def _laws(
     filtered."""
 
     def greedy():
-        return _greedy(best, drafts, params.num_draft)
+        return verify_greedy(best, drafts, params.num_draft)
 
     def drawn_of(cutoff):
         keys, emitted = request_keys(params), emit_keys(request_keys(params), positions)

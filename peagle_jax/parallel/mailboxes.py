@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import describe
-from pallas_kernels.dispatch import targets
-from pallas_kernels.peer_gather import api, mailbox
+from pallas_kernels.dispatch import CHIPS, targets
+from pallas_kernels.peer_gather import mailbox
 from peagle_jax.config import ConfigError
 
 DEFAULT_CHIPS = (90,)
@@ -87,8 +87,8 @@ def refusal(devices: Sequence[jax.Device]) -> str | None:
     if devices[0].platform == "cpu":
         return None
     for device in devices:
-        if describe(device).sm not in api.CHIPS:
-            return f"its kernel is for {targets(api.CHIPS)}, not for {device.device_kind}"
+        if describe(device).sm not in CHIPS:
+            return f"its kernel is for {targets(CHIPS)}, not for {device.device_kind}"
     for one, other in _pairs(devices):
         if not _may_access(one, other):
             return f"GPU {one} cannot access the memory of GPU {other}"

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from peagle_jax.cli.command_line import Parser, add_constraints, add_options, given, named_value
+from peagle_jax.cli.command_line import Parser, add_chat, add_constraints, add_options, given
 from peagle_jax.errors import ConfigError
 from peagle_jax.options import options_of
 from peagle_jax.sampling_params import SamplingParams
@@ -44,20 +44,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = command_line.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="text to continue (default: stdin)")
-    add(
-        "--chat",
-        action="store_true",
-        help="apply the model's chat template; PROMPT is the user's message",
-    )
-    add("--system", metavar="TEXT", help="with --chat: system message")
-    add(
-        "--chat-option",
-        type=named_value,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="with --chat: variable of the template, such as enable_thinking=false; repeatable",
-    )
+    add_chat(add)
     add(
         "--tools",
         metavar="FILE",

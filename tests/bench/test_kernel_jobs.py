@@ -43,7 +43,7 @@ def test_all_compile_before_one_is_measured_and_one_is_at_a_time(tmp_path, caplo
     """Jobs that fail, die in their turn or compile forever leave the others alone."""
     file = str(tmp_path / "notes")
     names = ["a", "bad", "dead", "slow", "alone"]
-    jobs = [Job(file, name, False) for name in names]
+    jobs = [Job(file, name) for name in names]
     rows = list(side_by_side(jobs, 2, compile_, measure, seconds=10))
     found = {row["spec"]: row["reference"] for row in rows}
     assert found == {"a": True, "slow": False, "alone": False}
@@ -66,7 +66,7 @@ def test_a_job_has_the_rows_of_its_cases(monkeypatch):
     monkeypatch.setattr(kernels, "_CALLS", (2, 2))
     monkeypatch.setattr(kernel_timing, "_SECONDS", 0)
     monkeypatch.setattr(kernel_timing, "_REPEATS", 1)
-    job = Job("rms_norm", "small", False)
+    job = Job("rms_norm", "small")
     assert compile_job(job, None) is True
     (row,) = measure_job(job, contextlib.nullcontext())
     assert (row["op"], row["spec"], row["calls"]) == ("rms_norm", "small", 2)

@@ -46,9 +46,18 @@ class AnyK:
 class FakeEngine:
     """The loop of the real engine: dispatch, then commit what was dispatched `lag` steps before."""
 
-    def __init__(self, config: EngineConfig, *, lag: int = 1, seed: int = 0, windows=()):
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        lag: int = 1,
+        seed: int = 0,
+        windows=(),
+        idle_prefills: int = 1,
+    ):
         self.config, self.lag = config, lag
         self.scheduler = Scheduler(config, eos_ids=[EOS], windows=windows)
+        self.idle_prefills = self.scheduler.idle_prefills = idle_prefills
         self.device = FakeDevice(config, self.scheduler.pool, random.Random(seed), windows)
         self.in_flight: list = []
         self.streams: dict = {}
@@ -84,7 +93,7 @@ class FakeEngine:
         if self.scheduler.num_preemptions > preemptions:
             rows = {request for call in calls.prefills for request in call.requests}
             assert rows <= {None, *before}, "admitted beside a preemption"
-        assert len(calls.prefills) <= (self.config.prefill_calls or (1 if due else 4))
+        assert len(calls.prefills) <= (1 if due else self.idle_prefills)
         if calls.decode is not None:
             num_rows = sum(request is not None for request in calls.decode.requests)
             sizes = [size for size in self.config.batch_buckets if size >= num_rows]
@@ -238,7 +247,7 @@ def random_prompt(rng: random.Random, most: int, earlier: list[Request]) -> list
     return [*text[: rng.randint(1, most)], *tail][:most]
 
 
-def make_config(J, B, max_len, Z, P, T, R, N=1, saved=0) -> EngineConfig:
+def make_config(J, B, max_len, Z, P, T, R, saved=0) -> EngineConfig:
     return EngineConfig(
         num_draft=J,
         max_num_seqs=B,
@@ -247,7 +256,6 @@ def make_config(J, B, max_len, Z, P, T, R, N=1, saved=0) -> EngineConfig:
         num_pages=P,
         prefill_chunk=T,
         prefill_rows=R,
-        prefill_calls=N,
         max_waiting=3,
         saved_rings=saved,
     )

@@ -30,10 +30,10 @@ GRAMMARS = (
 )
 CONFIGS = {
     "plain": make_config(J=0, B=5, max_len=40, Z=4, P=14, T=64, R=1),
-    "tiny pool": make_config(J=3, B=6, max_len=48, Z=4, P=16, T=7, R=1, N=None),
-    "long drafts": make_config(J=7, B=6, max_len=60, Z=8, P=20, T=8, R=3, N=2),
-    "changing K": make_config(J=5, B=6, max_len=48, Z=4, P=20, T=7, R=1, N=2),
-    "roomy": make_config(J=4, B=7, max_len=64, Z=16, P=None, T=16, R=2, N=4),
+    "tiny pool": make_config(J=3, B=6, max_len=48, Z=4, P=16, T=7, R=1),
+    "long drafts": make_config(J=7, B=6, max_len=60, Z=8, P=20, T=8, R=3),
+    "changing K": make_config(J=5, B=6, max_len=48, Z=4, P=20, T=7, R=1),
+    "roomy": make_config(J=4, B=7, max_len=64, Z=16, P=None, T=16, R=2),
 }
 
 

@@ -184,7 +184,7 @@ def test_texts_and_counts_are_right_while_k_follows_changing_times(lag, monkeypa
         def seconds(self, size, drafts):
             return {k: rng.random() for k in drafts}
 
-    config = make_config(J=5, B=6, max_len=48, Z=4, P=20, T=7, R=1, N=2)
+    config = make_config(J=5, B=6, max_len=48, Z=4, P=20, T=7, R=1)
     seen: set[int] = set()
     for seed in range(num_cases("scheduler runs with changing K", 4)):
         rng = random.Random(seed)

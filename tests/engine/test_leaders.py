@@ -8,9 +8,11 @@ from tests.engine.fake_engine import FakeEngine, check_finished, make_config
 Z, CHUNK, SHARED, OWN = 4, 8, 40, 5
 
 
-def make_engine(windows=(), saved=0, pages=None, **sizes) -> FakeEngine:
-    sizes = dict(J=2, B=8, max_len=64, R=4, N=None) | sizes
-    return FakeEngine(make_config(Z=Z, P=pages, T=CHUNK, saved=saved, **sizes), windows=windows)
+def make_engine(windows=(), saved=0, pages=None, idle_prefills=4, **sizes) -> FakeEngine:
+    config = make_config(
+        Z=Z, P=pages, T=CHUNK, saved=saved, **dict(J=2, B=8, max_len=64, R=4) | sizes
+    )
+    return FakeEngine(config, windows=windows, idle_prefills=idle_prefills)
 
 
 def add(engine: FakeEngine, beginning: list[int], own: int, **fields) -> Request:
@@ -53,7 +55,7 @@ def test_without_saved_rings_windows_are_computed_for_each_row():
 
 
 def test_an_urgent_request_does_not_wait_for_another():
-    engine = make_engine(R=2, N=1)
+    engine = make_engine(R=2, idle_prefills=1)
     leader = add(engine, BEGINNING, 1)
     engine.step()
     urgent = add(engine, BEGINNING, 2, priority=-1)
@@ -66,7 +68,7 @@ def test_an_urgent_request_does_not_wait_for_another():
 
 @pytest.mark.parametrize("windows", [(), (6,)])
 def test_a_follower_goes_on_if_its_leader_ends(windows):
-    engine = make_engine(windows, 2, N=1)
+    engine = make_engine(windows, 2, idle_prefills=1)
     leader, follower = add(engine, BEGINNING, 1), add(engine, BEGINNING, 2)
     for _ in range(3):
         engine.step()
@@ -83,7 +85,7 @@ def test_a_follower_without_memory_is_not_overtaken():
     """Two requests fill the pool when the leader is done; the follower then gets the
     first pages.
     """
-    engine = make_engine(B=4, pages=40, R=3, N=1)
+    engine = make_engine(B=4, pages=40, R=3, idle_prefills=1)
     leader, follower = add(engine, BEGINNING, 1), add(engine, BEGINNING, 2)
     others = [engine.add([30 + i] * 44, max_tokens=12, ignore_eos=True) for i in range(2)]
     engine.drain()

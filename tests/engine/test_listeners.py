@@ -84,7 +84,8 @@ def test_an_interrupt_while_a_result_is_awaited_loses_nothing(wanted, monkeypatc
 @pytest.mark.parametrize("name", ["round", "prefill", "upload", "schedule"])
 def test_calls_that_cannot_be_dispatched_end_their_requests(wanted, monkeypatch, name):
     """Nothing of them stays: neither their pages, nor what was said of the device's plan."""
-    engine = new_engine(replace(CONFIG, prefill_chunk=2, prefill_calls=1))
+    engine = new_engine(replace(CONFIG, prefill_chunk=2))
+    engine.scheduler.idle_prefills = 1
     [one] = engine.generate([[5, 8, 13]], PARAMS)
     requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
     for _ in range(3):

@@ -25,15 +25,15 @@ from tests.engine.fake_engine import (
 CONFIGS = {
     "plain": make_config(J=0, B=5, max_len=40, Z=4, P=14, T=64, R=1),
     "one draft": make_config(J=1, B=3, max_len=33, Z=1, P=60, T=5, R=1),
-    "tiny pool": make_config(J=3, B=6, max_len=48, Z=4, P=16, T=7, R=1, N=None),
+    "tiny pool": make_config(J=3, B=6, max_len=48, Z=4, P=16, T=7, R=1),
     "one request fits": make_config(J=5, B=4, max_len=50, Z=3, P=18, T=64, R=2),
-    "long drafts": make_config(J=7, B=6, max_len=60, Z=8, P=20, T=8, R=3, N=2),
-    "changing K": make_config(J=5, B=6, max_len=48, Z=4, P=20, T=7, R=1, N=2),
-    "roomy": make_config(J=4, B=7, max_len=64, Z=16, P=None, T=16, R=2, N=None),
-    "windows": make_config(J=3, B=4, max_len=64, Z=2, P=60, T=6, R=2, N=2),
-    "saved windows": make_config(J=3, B=4, max_len=64, Z=2, P=60, T=6, R=3, N=2, saved=5),
-    "one saved window": make_config(J=2, B=5, max_len=48, Z=4, P=20, T=8, R=2, N=None, saved=1),
-    "plain with a window": make_config(J=0, B=3, max_len=48, Z=4, P=20, T=5, R=1, N=2),
+    "long drafts": make_config(J=7, B=6, max_len=60, Z=8, P=20, T=8, R=3),
+    "changing K": make_config(J=5, B=6, max_len=48, Z=4, P=20, T=7, R=1),
+    "roomy": make_config(J=4, B=7, max_len=64, Z=16, P=None, T=16, R=2),
+    "windows": make_config(J=3, B=4, max_len=64, Z=2, P=60, T=6, R=2),
+    "saved windows": make_config(J=3, B=4, max_len=64, Z=2, P=60, T=6, R=3, saved=5),
+    "one saved window": make_config(J=2, B=5, max_len=48, Z=4, P=20, T=8, R=2, saved=1),
+    "plain with a window": make_config(J=0, B=3, max_len=48, Z=4, P=20, T=5, R=1),
 }
 WINDOWS = {
     "saved windows": (5, 11, 100),
@@ -158,6 +158,7 @@ def test_a_broken_prefix_cache_is_noticed(monkeypatch, name, break_it, message):
 def test_long_prompts_go_chunk_by_chunk_and_decode_after_the_last_one():
     config = make_config(J=2, B=3, max_len=32, Z=4, P=None, T=4, R=2)
     scheduler = Scheduler(config, eos_ids=[])
+    scheduler.idle_prefills = 1
     sampling = dict(temperature=0.5, top_k=9, top_p=0.75, min_p=0.25, logprobs=3, max_tokens=8)
     request = make_request(0, list(range(10, 20)), 1, seed=(5 << 32) + 7, **sampling)
     scheduler.add(request)
@@ -200,18 +201,15 @@ def test_long_prompts_go_chunk_by_chunk_and_decode_after_the_last_one():
 
 
 def test_several_calls_take_a_prompt_to_its_end_and_the_next_ones_in():
-    scheduler = Scheduler(make_config(J=2, B=3, max_len=32, Z=4, P=None, T=4, R=1, N=3), eos_ids=[])
+    scheduler = Scheduler(make_config(J=2, B=3, max_len=32, Z=4, P=None, T=4, R=1), eos_ids=[])
+    scheduler.idle_prefills = 3
     long, *short = (make_request(i, [7] * n, 1, max_tokens=8) for i, n in enumerate((6, 3, 4, 2)))
     for request in (long, *short):
         scheduler.add(request)
     plan = scheduler.schedule()
     assert plan.decode is None
-    assert [call.requests for call in plan.prefills] == [(long,), (long,), (short[0],)]
-    assert [(*call.plan.start, *call.plan.count) for call in plan.prefills] == [
-        (0, 4),
-        (4, 2),
-        (0, 3),
-    ]
+    calls = [(call.requests, *call.plan.start, *call.plan.count) for call in plan.prefills]
+    assert calls == [((long,), 0, 4), ((long,), 4, 2), ((short[0],), 0, 3)]
     plan = scheduler.schedule()
     assert plan.decode.requests == (long, short[0])
     assert [call.requests for call in plan.prefills] == [(short[1],)]  # there are three slots

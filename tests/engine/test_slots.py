@@ -86,7 +86,7 @@ def test_without_windows_or_rows_nothing_is_saved():
 
 def chat(windows, *, turns: int = 4) -> tuple[FakeEngine, list[int]]:
     """An engine after a chat beside other requests, and the tokens that each turn found."""
-    config = make_config(J=3, B=3, max_len=200, Z=4, P=200, T=8, R=2, N=2)
+    config = make_config(J=3, B=3, max_len=200, Z=4, P=200, T=8, R=2)
     engine = FakeEngine(config, windows=windows)
     text, found, requests = [7, 8, 9] * 4, [], []
     for turn in range(turns):

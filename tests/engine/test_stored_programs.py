@@ -348,7 +348,7 @@ def test_another_engine_has_other_files(folder, change):
 
 
 def test_what_only_the_host_reads_changes_no_file(folder):
-    of_host = replace(CONFIG, max_waiting=7, prefill_calls=2)
+    of_host = replace(CONFIG, max_waiting=7)
     assert path_of(stored(folder, config=of_host)) == path_of(stored(folder))
 
 

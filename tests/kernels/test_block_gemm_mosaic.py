@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import dispatch, formats
 from pallas_kernels.block_gemm import mosaic_gpu
-from pallas_kernels.block_gemm.api import CHIPS, add_in_order, linear, partial_products
+from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.block_gemm.mosaic_gpu import TuningConfig
 from pallas_kernels.block_gemm.specs import SPECS
 from pallas_kernels.device import GENERATIONS
@@ -56,7 +56,7 @@ def kernel(x, values, scale, **options):
 
 
 def product(x, values, scale, config: TuningConfig) -> jax.Array:
-    launch = dispatch.resolve("block_gemm", "mosaic_gpu", chips=CHIPS)
+    launch = dispatch.resolve("block_gemm", "mosaic_gpu")
     return mosaic_gpu.product(x, values, scale, config, launch)
 
 

@@ -11,7 +11,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.device import Device
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.moe import mosaic_gpu, mosaic_plan, mosaic_route
-from pallas_kernels.moe.paths import CHIPS, Routing, TuningConfig
+from pallas_kernels.moe.paths import Routing, TuningConfig
 from pallas_kernels.moe.reference import Choice, ExpertWeights, Mixture
 from pallas_kernels.quantize import mosaic_gpu as copies
 from tests.kernels.compiled import dequantize, make_worklist, routed
@@ -26,7 +26,7 @@ LIMIT = 1.5  # low enough to clamp some gates and ups
 
 
 def launch() -> dispatch.Launch:
-    return dispatch.resolve("moe", "mosaic_gpu", chips=CHIPS)
+    return dispatch.resolve("moe", "mosaic_gpu")
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.moe import mosaic_plan, reference
-from pallas_kernels.moe.paths import CHIPS, Routing, TuningConfig
+from pallas_kernels.moe.paths import Routing, TuningConfig
 from pallas_kernels.moe.worklist import make_worklist, own_items
 
 pytestmark = pytest.mark.usefixtures("race_free")
@@ -45,7 +45,7 @@ def assert_own(logits, bias, k: int, first: int, count: int, *, normalize: bool 
     """
     R, E = logits.shape
     config = TuningConfig.choose(R, E, k, hopper=False, quantized=False)
-    launch = dispatch.resolve("moe", "mosaic_gpu", chips=CHIPS)
+    launch = dispatch.resolve("moe", "mosaic_gpu")
     routing = Routing.of(R, E, reference.Choice(k, normalize), config, launch)
     run = partial(mosaic_plan.route_and_plan, logits, bias, routing)
     of_all = run()[0][:, :R]

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.moe import mosaic_route
-from pallas_kernels.moe.paths import CHIPS, Routing, TuningConfig
+from pallas_kernels.moe.paths import Routing, TuningConfig
 from pallas_kernels.moe.reference import Choice, ExpertWeights
 from tests.kernels.compiled import make_worklist, routed
 from tests.kernels.experts import mixture, without
@@ -22,7 +22,7 @@ def logits_of(R: int, E: int, *, ties: bool = False) -> jax.Array:
 
 
 def launch() -> dispatch.Launch:
-    return dispatch.resolve("moe", "mosaic_gpu", chips=CHIPS)
+    return dispatch.resolve("moe", "mosaic_gpu")
 
 
 def assert_placed(logits, bias, k: int, tokens: int, *, normalize: bool = True) -> None:

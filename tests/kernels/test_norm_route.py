@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels import dispatch, fp8_tiles
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.moe import api, mosaic_norm, mosaic_plan
-from pallas_kernels.moe.paths import CHIPS, Routing, TuningConfig
+from pallas_kernels.moe.paths import Routing, TuningConfig
 from pallas_kernels.moe.reference import Choice, Experts, ExpertWeights
 from pallas_kernels.rms_norm import mosaic_gpu as rms_norm
 from tests.kernels.experts import without
@@ -25,7 +25,7 @@ DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 
 
 def launch() -> dispatch.Launch:
-    return dispatch.resolve("moe", "mosaic_gpu", chips=CHIPS)
+    return dispatch.resolve("moe", "mosaic_gpu")
 
 
 def given(

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.device import H200
 from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100
-from pallas_kernels.verify_attention.mosaic_plan import Splits
+from pallas_kernels.verify_attention.mosaic_plan import GROWING, Splits
 from tests.kernels.test_verify_attention_mosaic import CLOSE, Case, exactly, interpreted, kernel
 
 pytestmark = pytest.mark.sampled(2)
@@ -93,9 +93,9 @@ def test_the_chosen_stages_of_converted_keys_give_the_bits_of_one_row_tile(H, st
         v,
         *rest,
     )
-    shared = mosaic_sm90.prefill_config(H, None, fp8=True)
+    shared = mosaic_sm90.prefill_config(H, GROWING, fp8=True)
     assert shared.stages != shared.raw_stages
-    one = mosaic_sm90.tile_config(q.shape, case.K, case.Z * case.width, None, H200)
+    one = mosaic_sm90.choose_config(q.shape, case.K, case.Z * case.width, None, H200, True)
     assert (shared.row_groups, one.row_groups) == (2, 1)
     np.testing.assert_array_equal(run(shared), run(one))
 
@@ -132,7 +132,7 @@ def test_row_tiles_share_no_keys_where_a_thread_block_cannot_hold_them(chip, siz
 def test_calls_of_many_queries_over_many_keys_share_them_with_the_same_arithmetic():
     def chosen(batch, rows, positions=16384, heads=32, head_dim=128, fp8=False, window=None):
         shape, kv_heads = (batch, rows, heads, head_dim), heads // 8
-        return mosaic_sm90.choose_config(shape, kv_heads, positions, window, H200, None, fp8)
+        return mosaic_sm90.choose_config(shape, kv_heads, positions, window, H200, fp8)
 
     many = [chosen(1, 512), chosen(1, 4096, heads=64, head_dim=64), chosen(8, 512, 1024)]
     many += [chosen(1, 512, fp8=True), chosen(1, 512, heads=64, head_dim=64, fp8=True)]

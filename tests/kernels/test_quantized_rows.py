@@ -18,7 +18,6 @@ from pallas_kernels.device import H200
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.quantize.mosaic_gpu import quantize as quantize_rows
 from pallas_kernels.quantize.mosaic_gpu import spread_operand
-from pallas_kernels.quantize.specs import CHIPS
 from tests.kernels.compiled import dequantize, referenced
 from tests.kernels.experts import moe
 
@@ -46,7 +45,7 @@ def weight_of(*shape: int, per_row: bool = False, seed: int = 0) -> tuple[jax.Ar
 
 
 def launch() -> dispatch.Launch:
-    return dispatch.resolve("quantize", "mosaic_gpu", chips=CHIPS)
+    return dispatch.resolve("quantize", "mosaic_gpu")
 
 
 def test_a_group_is_divided_by_its_scale_and_rounded_to_e4m3():

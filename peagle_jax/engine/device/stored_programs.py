@@ -61,7 +61,7 @@ _UNFINISHED_SECONDS = 3600  # an older file of an interrupted write is removed
 _SUFFIX, _LIBRARY_SUFFIX = ".program", ".jax"
 
 _HOST_FIELDS = (
-    *("batch_sizes", "max_waiting", "prefill_calls", "prefix_caching", "adaptive"),
+    *("batch_sizes", "max_waiting", "prefix_caching", "adaptive"),
     *("greedy_rounds", "programs_folder"),
 )
 """Fields of the configuration that choose programs, options of the compiler or belong to the host;

@@ -27,10 +27,6 @@ from peagle_jax.engine.host.request import NOT_FINITE, BatchLogprobs, Request, R
 from peagle_jax.engine.host.reservation import Reservation
 from peagle_jax.engine.host.stats import Acceptance, RoundCounter
 
-_IDLE_PREFILL_CALLS = 4
-"""Prefill calls of a step while no request decodes."""
-
-
 Update = tuple[Request, list[int]]
 """A request and the tokens a commit added to its output, for streaming."""
 
@@ -48,6 +44,9 @@ class Scheduler:
       windows: sizes of the sliding windows in the layers of target and drafter.
       policy: chooses K of each round; None: K is J.
     """
+
+    idle_prefills = 4
+    """Prefill calls of a step while no request decodes."""
 
     def __init__(
         self,
@@ -148,7 +147,7 @@ class Scheduler:
         Decode rows are planned first. If that preempts a request, this step admits none. A request
         whose last prefill chunk is in this step decodes from the next step on.
         """
-        preemptions_before, most_calls = self.num_preemptions, self._most_prefill_calls()
+        preemptions_before, most_calls = self.num_preemptions, self._most_prefills()
         decode = self._plan_decode()
         may_admit = self.num_preemptions == preemptions_before
         prefills: list[PrefillCall] = []
@@ -325,12 +324,9 @@ class Scheduler:
         """
         return any(r.matcher is not None and r.rounds_in_flight for r in self.active)
 
-    def _most_prefill_calls(self) -> int:
-        """By default one while a request decodes, also if its next round is not due in this
-        step."""
-        if self.config.prefill_calls is not None:
-            return self.config.prefill_calls
-        return 1 if self._decodes() else _IDLE_PREFILL_CALLS
+    def _most_prefills(self) -> int:
+        """One while a request decodes, also if its next round is not due in this step."""
+        return 1 if self._decodes() else self.idle_prefills
 
     def _decodes(self) -> bool:
         """Whether a request waits for its next round."""

@@ -1,25 +1,38 @@
-"""Words of 32 bits in MLIR: addresses, loads and inline PTX of one thread."""
+"""Words of 32 bits in MLIR: addresses, loads and inline PTX of one thread (see `mlir_compat`)."""
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
 from pallas_kernels import mlir_compat as mlir
+
+SCALAR = plgpu.Layout.WG_SPLAT(())
+"""Layout of an argument that is one number."""
 
 
 def constant(value: int, type_: Any = None) -> Any:
     return mlir.constant(value, type_ or mlir.i32())
 
 
-def add(x, y) -> Any:
-    return mlir.arith.addi(x, constant(y) if isinstance(y, int) else y)
+def word(x: Any) -> Any:
+    """A Python number as a word."""
+    return constant(x) if isinstance(x, int) else x
 
 
-def times(x, factor: int) -> Any:
-    return mlir.arith.muli(x, constant(factor))
+def plus(x: Any, *others: Any) -> Any:
+    """The sum of words."""
+    for y in others:
+        x = mlir.arith.addi(word(x), word(y))
+    return x
 
 
-def plus(address, offset) -> Any:
+def times(x: Any, y: Any) -> Any:
+    return mlir.arith.muli(word(x), word(y))
+
+
+def behind(address, offset) -> Any:
     """An address behind another, by bytes of 32 bits or a number."""
     if isinstance(offset, int):
         return mlir.arith.addi(address, constant(offset, i64()))
@@ -30,9 +43,19 @@ def i64() -> Any:
     return mlir.ir.IntegerType.get_signless(64)
 
 
-def address_of(ref) -> Any:
-    """The address of an array, 64 bits."""
+def global_address(ref) -> Any:
+    """The address of an array in device memory, 64 bits."""
     return mlir.llvm.ptrtoint(i64(), mlir.memref_ptr(ref))
+
+
+def shared_address(ref) -> Any:
+    """The address of an array in shared memory, 32 bits."""
+    return mlir.llvm.ptrtoint(mlir.i32(), mlir.memref_ptr(ref))
+
+
+def element(vector: Any, i: int) -> Any:
+    """Element i of a register."""
+    return mlir.vector.extract(vector, [], mlir.ir.DenseI64ArrayAttr.get([i]))
 
 
 def load(address, word: int) -> Any:
