@@ -81,7 +81,7 @@ class Rig:
             top_p=fill(1, np.float32),
             min_p=fill(0, np.float32),
             num_draft=np.asarray(accepted, np.int32),
-            num_logprobs=fill(-1, np.int32),
+            scored=fill(0, np.int32),
             adjusts=fill(0, np.int32),
         )
 

@@ -102,7 +102,7 @@ def params(B: int, *, temperature=0.0, num_draft=J, adjusts=0, top_k=0) -> Reque
         top_p=to(1, jnp.float32),
         min_p=to(0, jnp.float32),
         num_draft=to(num_draft, jnp.int32),
-        num_logprobs=to(-1, jnp.int32),
+        scored=to(0, jnp.int32),
         adjusts=to(adjusts, jnp.int32),
     )
 

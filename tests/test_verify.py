@@ -104,7 +104,7 @@ def params(B: int, *, temperature=1.0, num_draft=J, **filters) -> RequestParams:
         top_p=fill(filters.get("top_p", 1.0), jnp.float32),
         min_p=fill(filters.get("min_p", 0.0), jnp.float32),
         num_draft=fill(num_draft, jnp.int32),
-        num_logprobs=fill(-1, jnp.int32),
+        scored=fill(0, jnp.int32),
         adjusts=fill(filters.get("adjusts", 0), jnp.int32),
     )
 

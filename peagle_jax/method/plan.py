@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 Array = Any
 """A numpy array on the host, a `jax.Array` on the device."""
 
+RAW, SAMPLED = 1, 2
+"""Values of `RequestParams.scored`: the law of the model, and the law that samples; 0 is none."""
+
 
 class RequestParams(NamedTuple):
     """Sampling parameters, one row per slot or per row of a call."""
@@ -29,7 +32,7 @@ class RequestParams(NamedTuple):
     top_p: Array  # [B] float32
     min_p: Array  # [B] float32
     num_draft: Array  # [B] int32
-    num_logprobs: Array  # [B] int32, -1 for none
+    scored: Array  # [B] int32, the law of the log-probabilities: 0 (none), RAW or SAMPLED
     adjusts: Array  # [B] int32, 1: the controls of the slot hold, see `ControlsPlan`
 
 

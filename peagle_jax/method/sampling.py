@@ -43,7 +43,7 @@ def idle_params(num_slots: int) -> RequestParams:
         top_p=jnp.ones(S, jnp.float32),
         min_p=jnp.zeros(S, jnp.float32),
         num_draft=jnp.zeros(S, jnp.int32),
-        num_logprobs=jnp.full(S, -1, jnp.int32),
+        scored=jnp.zeros(S, jnp.int32),
         adjusts=jnp.zeros(S, jnp.int32),
     )
 
@@ -90,24 +90,6 @@ def emit_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
 def at_tokens(rows: jax.Array, tokens: jax.Array) -> jax.Array:
     """Gathers `rows[..., token]`: rows [..., V] and tokens [...] -> [...]."""
     return vocabulary.at_tokens(rows, tokens)
-
-
-def token_logprobs(
-    logits: jax.Array, tokens: jax.Array, num_top: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities at temperature 1 of one token per row, and of the likeliest.
-
-    Args:
-      logits: [..., V].
-      tokens: [...] int32.
-      num_top: n.
-    Returns:
-      Of the tokens [...] float32; ids int32 and log-probabilities float32 of the likeliest, each
-      [..., n].
-    """
-
-    logprobs = vocabulary.log_softmax(logits)
-    return at_tokens(logprobs, tokens), *vocabulary.top(logprobs, num_top)
 
 
 def sample_rows(weights: jax.Array, keys: jax.Array) -> jax.Array:
@@ -285,6 +267,17 @@ def probability_of(
     shifted = chosen - vocabulary.maximum(logits).astype(jnp.float32)
     sampled = _exp_kept((shifted * _inverse(temperature))[..., None], cutoff)[..., 0] / total
     return jnp.where(temperature > 0, sampled, (shifted == 0).astype(jnp.float32))
+
+
+def law_logits(logits: jax.Array, temperature: jax.Array, cutoff: jax.Array) -> jax.Array:
+    """Logits [..., V] float32 of the law that a request samples from; -inf where the filters drop.
+
+    Arguments as in `probabilities`. At temperature 0, where nothing is sampled, the law is that of
+    temperature 1 without filters, as in vLLM.
+    """
+    scaled = _scaled(logits, temperature)
+    least = jnp.where(temperature > 0, cutoff, -jnp.inf)
+    return jnp.where(scaled >= least[..., None], scaled, -jnp.inf)
 
 
 def _exp_kept(scaled: jax.Array, cutoff: jax.Array | None) -> jax.Array:

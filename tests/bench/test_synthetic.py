@@ -59,7 +59,7 @@ def accepted_of(rule, seed: int, num_draft: int, count: int) -> list[int]:
         top_p=row(1, jnp.float32),
         min_p=row(0, jnp.float32),
         num_draft=row(num_draft, jnp.int32),
-        num_logprobs=row(-1, jnp.int32),
+        scored=row(0, jnp.int32),
         adjusts=row(0, jnp.int32),
     )
     positions = 10 * jnp.arange(count)[:, None] + jnp.arange(num_draft + 1)

@@ -101,7 +101,7 @@ def rules(rows: int, **changes) -> RequestParams:
     floats = {name: fill(values[name], jnp.float32) for name in ("temperature", "top_p", "min_p")}
     whole = {name: fill(values[name], jnp.int32) for name in ("top_k", "num_draft")}
     return RequestParams(
-        seed=seeds, num_logprobs=fill(-1, jnp.int32), adjusts=fill(0, jnp.int32), **floats, **whole
+        seed=seeds, scored=fill(0, jnp.int32), adjusts=fill(0, jnp.int32), **floats, **whole
     )
 
 

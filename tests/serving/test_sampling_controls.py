@@ -41,6 +41,7 @@ FIELDS = {
     "include_stop_str_in_output": True,
     "skip_special_tokens": False,
     "logprobs": 2,
+    "logprobs_mode": "sampled",
     "prompt_logprobs": 1,
     "num_speculative_tokens": 2,
 }
@@ -52,13 +53,18 @@ def as_json(name: str, value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
+def vllms(name: str, value: object) -> object:
+    """The value as vLLM's routes spell it."""
+    return "processed_logprobs" if name == "logprobs_mode" else as_json(name, value)
+
+
 def json_name(name: str) -> str:
     return {"stop_ids": "stop_token_ids"}.get(name, name)
 
 
 def over_http(kind: type, **others):
     def read(name: str, value: object) -> SamplingParams:
-        content = others | {json_name(name): as_json(name, value)}
+        content = others | {json_name(name): vllms(name, value)}
         fields = kind.read(content, Reading(Limits()))
         return read_params(fields, Limits(), max_tokens=99, spelling={}, logprobs=None)
 
@@ -93,10 +99,10 @@ ROUTES = ("max_tokens", "logprobs", "prompt_logprobs")
 """Each route of HTTP has these in its own form."""
 ABSENT = {
     "VllmEngine": (
-        *("allowed_token_ids", "bad_words", "num_speculative_tokens"),
+        *("allowed_token_ids", "bad_words", "num_speculative_tokens", "logprobs_mode"),
         *("include_stop_str_in_output", "skip_special_tokens"),
     ),
-    "Open Inference": ("logprobs", "prompt_logprobs"),
+    "Open Inference": ("logprobs", "logprobs_mode", "prompt_logprobs"),
     "peagle.v1": ("include_stop_str_in_output", "skip_special_tokens"),
     "completions": ROUTES,
     "chats": ROUTES,

@@ -11,7 +11,14 @@ import numpy as np
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.host.prefill_shapes import PrefillShape, choose_shape, full_shape
 from peagle_jax.engine.host.request import Request, RingCopy
-from peagle_jax.method.plan import ControlsPlan, DecodePlan, PrefillPlan, RequestParams
+from peagle_jax.method.plan import (
+    RAW,
+    SAMPLED,
+    ControlsPlan,
+    DecodePlan,
+    PrefillPlan,
+    RequestParams,
+)
 
 if TYPE_CHECKING:
     from peagle_jax.engine.structured.grammar import Matcher
@@ -238,7 +245,7 @@ def idle_prefill(config: EngineConfig, shape: PrefillShape) -> PrefillPlan:
             top_p=floats(1.0),
             min_p=floats(),
             num_draft=ints(),
-            num_logprobs=ints(-1),
+            scored=ints(),
             adjusts=ints(),
         ),
     )
@@ -252,7 +259,7 @@ def _write_params(params: RequestParams, row: int, request: Request) -> None:
     params.seed[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
     params.num_draft[row], params.adjusts[row] = request.num_draft, asked.is_adjusted
     if asked.logprobs is not None:
-        params.num_logprobs[row] = asked.logprobs
+        params.scored[row] = RAW if asked.logprobs_mode == "raw" else SAMPLED
 
 
 def _page_table(rows: Sequence[Request], size: int, width: int) -> np.ndarray:
