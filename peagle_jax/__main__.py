@@ -96,7 +96,9 @@ def _check_models(args, config: EngineConfig) -> None:
 
 
 def _sampling(args, prompts: list[Prompt]) -> list[SamplingParams]:
-    values = given(args, *SAMPLED, "logprobs") | {"structured": read_structured(args)}
+    values = given(args, *SAMPLED, "logprobs", "logprobs_mode") | {
+        "structured": read_structured(args)
+    }
     base = SamplingParams(**values)
     params = [prompt.params(replace(base, seed=args.seed + i)) for i, prompt in enumerate(prompts)]
     if args.compare:

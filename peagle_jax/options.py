@@ -131,7 +131,8 @@ def converted(one: Option, given: object, *, texts_are_numbers: bool = True) -> 
       texts_are_numbers: whether a text may stand for a number or a truth value.
     """
     try:
-        if isinstance(given, str) and not texts_are_numbers and not one.kind.startswith("text"):
+        is_text = one.kind in ("text", "texts", "choice")
+        if isinstance(given, str) and not texts_are_numbers and not is_text:
             return _refused(given)
         return _READERS[one.kind](given)
     except (ValueError, TypeError, KeyError, OverflowError):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from peagle_jax.errors import ConfigError
 from peagle_jax.options import Rule, at_least, check_all, option, within
@@ -23,9 +24,8 @@ _PENALTY = Rule("between 0.01 and 100", lambda value: 0.009999999776482582 <= va
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request. `structured` is what the text must match; `logprobs` stay
-    those of the unconstrained model. docs/serving.md ("Sampling controls") has the definitions and
-    their order."""
+    """Sampling parameters of one request. `structured` is what the text must match.
+    docs/serving.md ("Sampling controls") has the definitions and their order."""
 
     max_tokens: int = option(256, "most tokens to generate", at_least(1), metavar="N")
     temperature: float = option(
@@ -77,6 +77,11 @@ class SamplingParams:
         "log-probability of each token and of the N likeliest",
         _NOT_NEGATIVE,
         metavar="N",
+    )
+    logprobs_mode: Literal["raw", "sampled"] = option(
+        "raw",
+        "law of logprobs: raw is the model's; sampled is after controls, constraint, temperature, "
+        "top-k, top-p and min-p",
     )
     prompt_logprobs: int | None = option(
         None,

@@ -47,7 +47,7 @@ exit codes: 0 done, 1 outputs differ or the engine of a batch died, 2 bad input 
 
 _REMOVED = ("num_speculative_tokens_per_batch_size", "ngram")
 _OTHERS = (
-    *("seed", "num_speculative_tokens", "logprobs", "prompt_logprobs"),
+    *("seed", "num_speculative_tokens", "logprobs", "logprobs_mode", "prompt_logprobs"),
     *("include_stop_str_in_output", "skip_special_tokens"),
 )
 SAMPLED = tuple(name for name in options_of(SamplingParams) if name not in _OTHERS)
@@ -105,6 +105,11 @@ def refuse_ineffective(args: argparse.Namespace) -> None:
             drafting | of_rounds,
         ),
         (not args.json, "it is for --json", {"--logprobs": args.logprobs is not None}),
+        (
+            args.logprobs is None,
+            "there are no --logprobs",
+            {"--logprobs-mode": args.logprobs_mode is not None},
+        ),
     )
     for holds, reason, options in reasons:
         for flag, is_given in options.items():
@@ -258,6 +263,6 @@ def _add_output(add: Callable) -> None:
         "style in a "
         "terminal (NO_COLOR: by style), else by characters",
     )
-    add_options(add, SamplingParams, "logprobs")
+    add_options(add, SamplingParams, "logprobs", "logprobs_mode")
     add("--verbose", "-v", action="store_true", help="log what runs where and how long it takes")
     add("--no-cache", action="store_true", help="do not keep compiled programs on disk")

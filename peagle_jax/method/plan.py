@@ -21,6 +21,9 @@ import numpy as np
 Array = Any
 """A numpy array on the host, a `jax.Array` on the device."""
 
+RAW, SAMPLED = 1, 2
+"""Values of `RequestParams.scored`: the law of the model, and the law that samples; 0 is none."""
+
 
 class RequestParams(NamedTuple):
     """Sampling parameters, one row per slot or per row of a call."""
@@ -31,7 +34,7 @@ class RequestParams(NamedTuple):
     top_p: Array  # [B] float32
     min_p: Array  # [B] float32
     num_draft: Array  # [B] int32
-    num_logprobs: Array  # [B] int32, -1 for none
+    scored: Array  # [B] int32, the law of the log-probabilities: 0 (none), RAW or SAMPLED
     adjusts: Array  # [B] int32, 1: the controls of the slot hold, see `ControlsPlan`
 
 
@@ -46,7 +49,7 @@ def idle_params(rows: int) -> RequestParams:
         top_p=floats(1.0),
         min_p=floats(),
         num_draft=ints(),
-        num_logprobs=ints(-1),
+        scored=ints(),
         adjusts=ints(),
     )
 

@@ -77,24 +77,6 @@ def at_tokens(rows: jax.Array, tokens: jax.Array) -> jax.Array:
     return vocabulary.at_tokens(rows, tokens)
 
 
-def token_logprobs(
-    logits: jax.Array, tokens: jax.Array, num_top: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities at temperature 1 of one token per row, and of the likeliest.
-
-    Args:
-      logits: [..., V].
-      tokens: [...] int32.
-      num_top: n.
-    Returns:
-      Of the tokens [...] float32; ids int32 and log-probabilities float32 of the likeliest, each
-      [..., n].
-    """
-
-    logprobs = vocabulary.log_softmax(logits)
-    return at_tokens(logprobs, tokens), *vocabulary.top(logprobs, num_top)
-
-
 def sample_rows(weights: jax.Array, keys: jax.Array) -> jax.Array:
     """Samples one index per row with probability proportional to `weights`.
 
@@ -281,6 +263,17 @@ def probability_of(
     shifted = chosen - vocabulary.maximum(logits).astype(jnp.float32)
     sampled = _exp_kept((shifted * _inverse(temperature))[..., None], cutoff)[..., 0] / total
     return jnp.where(temperature > 0, sampled, (shifted == 0).astype(jnp.float32))
+
+
+def law_logits(logits: jax.Array, temperature: jax.Array, cutoff: jax.Array) -> jax.Array:
+    """Logits [..., V] float32 of the law that a request samples from; -inf where the filters drop.
+
+    Arguments as in `probabilities`. At temperature 0, where nothing is sampled, the law is that of
+    temperature 1 without filters, as in vLLM.
+    """
+    scaled = _scaled(logits, temperature)
+    least = jnp.where(temperature > 0, cutoff, -jnp.inf)
+    return jnp.where(scaled >= least[..., None], scaled, -jnp.inf)
 
 
 def _exp_kept(scaled: jax.Array, cutoff: jax.Array | None) -> jax.Array:

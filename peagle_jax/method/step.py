@@ -15,6 +15,7 @@ proposals for x_{c+1}..x_{c+K}, K of the round before. Later drafts are stale.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Self
 
 import jax
@@ -25,10 +26,11 @@ from peagle_jax.method.adjust import Adjustments, Controls, count_tokens, init_c
 from peagle_jax.method.drafter import Drafter, DraftInputs, absorbed
 from peagle_jax.method.plan import DecodePlan, PrefillPlan, RequestParams, idle_params
 from peagle_jax.method.prompt_scores import PromptScores, score_prompt
-from peagle_jax.method.sampling import request_keys, token_logprobs
+from peagle_jax.method.sampling import request_keys
+from peagle_jax.method.token_scores import sampled_logits, score_rows
 from peagle_jax.method.verify import Verdict, verify
 from peagle_jax.models.cache import LayerCache, PagedAttention, init_cache
-from peagle_jax.parallel import partition, vocabulary
+from peagle_jax.parallel import vocabulary
 from peagle_jax.parallel.shares import vocabulary_rows
 
 AcceptRule = Callable[..., Verdict]
@@ -91,29 +93,17 @@ def pack_output(
     drafts: jax.Array,
     params: RequestParams,
     max_logprobs: int,
+    sampled: Callable[[], jax.Array],
 ) -> StepOutput:
     """Packs the verdict over logits [B, T, V] and the next drafts [B, K].
 
-    Computes logprobs and top-n only if some row requests logprobs.
+    Computes logprobs and top-n only if some row requests logprobs; `sampled` as in `score_rows`.
     """
-
-    def with_logprobs():
-        return token_logprobs(logits, verdict.tokens, max_logprobs)
-
-    def zeros():
-        shape = verdict.tokens.shape
-        return (
-            jnp.zeros(shape, jnp.float32),
-            jnp.zeros((*shape, max_logprobs), jnp.int32),
-            jnp.zeros((*shape, max_logprobs), jnp.float32),
-        )
-
     packed = jnp.concatenate([verdict.tokens, _signed_count(verdict)[:, None]], axis=1)
-    if params.num_logprobs is None:
+    if params.scored is None:
         return StepOutput(packed, drafts)
-    wants_logprobs = jnp.any(params.num_logprobs >= 0)
-    chosen, ids, top = partition.switch(wants_logprobs.astype(jnp.int32), (zeros, with_logprobs))
-    return StepOutput(packed, drafts, chosen, ids, top)
+    scores = score_rows(logits, verdict.tokens, params.scored, max_logprobs, sampled)
+    return StepOutput(packed, drafts, *scores)
 
 
 def _signed_count(verdict: Verdict) -> jax.Array:
@@ -307,9 +297,10 @@ def speculative_step(
     logits = target.unembed(hidden)  # [B, K+1, V]
     adjustments = Adjustments.of(state.controls, plan.slots, plan.constrained, mask)
     verdict = accept(logits, inputs.drafts, inputs.draft_probs, positions + 1, params, adjustments)
+    law = partial(sampled_logits, logits, inputs.drafts, positions + 1, params, adjustments)
     verified = Verified(verdict, tapped, cache)
     state, proposed = finish_round(target, drafter, state, plan, inputs, verified)
-    return state, pack_output(logits, verdict, proposed, params, max_logprobs)
+    return state, pack_output(logits, verdict, proposed, params, max_logprobs, law)
 
 
 def prefill(
@@ -351,6 +342,7 @@ def prefill(
     decided = (plan.start + plan.count)[:, None]  # [R, 1] position of the token after the chunk
     adjustments = Adjustments(state.controls, slots, plan.constrained, mask)
     verdict = accept(logits, proposed, None, decided, params, adjustments)
+    law = partial(sampled_logits, logits, proposed, decided, params, adjustments)
     ends = plan.next_token < 0
     count = jnp.where(ends & (plan.count > 0), 1, 0)
     following = jnp.where(ends, verdict.tokens[:, 0], plan.next_token)
@@ -376,7 +368,8 @@ def prefill(
             temperature=params.temperature,
         )
         state, proposed = _draft(target, drafter, state, inputs)
-    output = pack_output(logits, verdict._replace(count=count), proposed, params, max_logprobs)
+    verdict = verdict._replace(count=count)
+    output = pack_output(logits, verdict, proposed, params, max_logprobs, law)
     if scores:
         prompt = score_prompt(target.unembed, hidden, shifted, max_logprobs)
         output = replace(output, prompt=prompt)

@@ -1,7 +1,7 @@
 """Fields that completions and chats share: sampling, streaming, and what the answer reports."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, create_model
 
@@ -9,7 +9,15 @@ from peagle_jax.options import Option, options_of
 from peagle_jax.sampling_params import SamplingParams
 from serving.errors import invalid
 from serving.http.errors import no_such_model
-from serving.http.fields import Biases, Fields, Integers, Texts, ignored, refused
+from serving.http.fields import (
+    Biases,
+    Fields,
+    Integers,
+    Texts,
+    described,
+    ignored,
+    refused,
+)
 from serving.http.structured import ResponseFormat, StructuredOutputs, read_structured
 from serving.limits import Limits
 from serving.params import cache_salt, sampling_params, spelled
@@ -24,8 +32,10 @@ _NO_FILTER = "filters are top_k, top_p and min_p"
 _STRUCTURED = 'send structured_outputs with "{}"'
 
 
-_OF_ROUTES = ("max_tokens", "logprobs", "prompt_logprobs")
+_OF_ROUTES = ("max_tokens", "logprobs", "logprobs_mode", "prompt_logprobs")
 """Options of `SamplingParams` that each route has in its own form."""
+_MODES = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
+"""vLLM's names of `SamplingParams.logprobs_mode`."""
 
 
 def _salt(value: str) -> str:
@@ -79,6 +89,11 @@ class SharedFields(SamplingFields):
     n: int = 1
     return_token_ids: bool = False
     return_rounds: bool = False
+
+    logprobs_mode: Annotated[
+        Literal[tuple(_MODES)],
+        described("must be raw_logprobs or processed_logprobs: logits are not reported"),
+    ] = "raw_logprobs"
 
     cache_salt: Annotated[str, AfterValidator(_salt)] | None = None
     priority: Annotated[int, AfterValidator(_check_priority)] = 0
@@ -215,6 +230,7 @@ def read_params(
         limits,
         max_tokens=max_tokens,
         logprobs=logprobs,
+        logprobs_mode=_MODES[fields.logprobs_mode],
         prompt_logprobs=prompt_logprobs,
         structured=structured,
         **values,

@@ -179,16 +179,18 @@ class Speculation(_message.Message):
     def __init__(self, num_speculative_tokens: _Optional[int] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("logprobs", "tokens_only", "return_rounds", "prompt_logprobs")
+    __slots__ = ("logprobs", "tokens_only", "return_rounds", "prompt_logprobs", "logprobs_mode")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_ONLY_FIELD_NUMBER: _ClassVar[int]
     RETURN_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_MODE_FIELD_NUMBER: _ClassVar[int]
     logprobs: int
     tokens_only: bool
     return_rounds: bool
     prompt_logprobs: int
-    def __init__(self, logprobs: _Optional[int] = ..., tokens_only: _Optional[bool] = ..., return_rounds: _Optional[bool] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    logprobs_mode: str
+    def __init__(self, logprobs: _Optional[int] = ..., tokens_only: _Optional[bool] = ..., return_rounds: _Optional[bool] = ..., prompt_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[str] = ...) -> None: ...
 
 class GenerateDelta(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs", "finish", "usage", "reasoning", "rounds", "tool_calls", "prompt_logprobs")

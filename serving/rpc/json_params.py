@@ -83,6 +83,7 @@ _NEUTRAL = {
     "length_penalty": (1, None),
     "early_stopping": (False, None),
     "logprobs": (None,),
+    "logprobs_mode": (None,),
     "prompt_logprobs": (None,),
     "guided_decoding": (None,),
     "spaces_between_special_tokens": (True, False),

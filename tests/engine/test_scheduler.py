@@ -185,7 +185,7 @@ def test_long_prompts_go_chunk_by_chunk_and_decode_after_the_last_one():
             ("min_p", "float32", [0.25, 0]),
             ("seed", "uint32", [[5, 7], [0, 0]]),
             ("num_draft", "int32", [1, 0]),
-            ("num_logprobs", "int32", [3, -1]),
+            ("scored", "int32", [1, 0]),
         ]:
             array = getattr(prefill.plan, name, None)
             array = getattr(prefill.plan.params, name) if array is None else array

@@ -26,7 +26,7 @@ FIELDS |= dict(bad_words=("no", " never"), ignore_eos=True, stop_ids=(5, 6), sto
 FIELDS |= dict(repetition_penalty=1.25, frequency_penalty=-0.5, presence_penalty=2.0, top_k=3)
 FIELDS |= dict(temperature=0.75, top_p=0.5, min_p=0.25, logprobs=2, prompt_logprobs=1)
 FIELDS |= dict(include_stop_str_in_output=True, skip_special_tokens=False, max_tokens=98)
-FIELDS |= dict(num_speculative_tokens=2)
+FIELDS |= dict(num_speculative_tokens=2, logprobs_mode="sampled")
 
 
 def as_json(name: str, value: object) -> object:
@@ -35,13 +35,18 @@ def as_json(name: str, value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
+def vllms(name: str, value: object) -> object:
+    """The value as vLLM's routes spell it."""
+    return "processed_logprobs" if name == "logprobs_mode" else as_json(name, value)
+
+
 def json_name(name: str) -> str:
     return {"stop_ids": "stop_token_ids"}.get(name, name)
 
 
 def over_http(kind: type, **others):
     def read(name: str, value: object) -> SamplingParams:
-        content = others | {json_name(name): as_json(name, value)}
+        content = others | {json_name(name): vllms(name, value)}
         fields = kind.read(content, Reading(Limits()))
         return read_params(fields, Limits(), max_tokens=99, spelling={}, logprobs=None)
 
@@ -76,10 +81,10 @@ ROUTES = ("max_tokens", "logprobs", "prompt_logprobs")
 """Each route of HTTP has these in its own form."""
 ABSENT = {
     "VllmEngine": (
-        *("allowed_token_ids", "bad_words", "num_speculative_tokens"),
+        *("allowed_token_ids", "bad_words", "num_speculative_tokens", "logprobs_mode"),
         *("include_stop_str_in_output", "skip_special_tokens"),
     ),
-    "Open Inference": ("logprobs", "prompt_logprobs"),
+    "Open Inference": ("logprobs", "logprobs_mode", "prompt_logprobs"),
     "peagle.v1": ("include_stop_str_in_output", "skip_special_tokens"),
     "completions": ROUTES,
     "chats": ROUTES,

@@ -12,6 +12,8 @@ from peagle_jax.config import EngineConfig
 from peagle_jax.engine.host.prefill_shapes import PrefillShape, choose_shape, full_shape
 from peagle_jax.engine.host.request import Request, RingCopy
 from peagle_jax.method.plan import (
+    RAW,
+    SAMPLED,
     ControlsPlan,
     DecodePlan,
     PrefillPlan,
@@ -254,7 +256,7 @@ def _write_params(params: RequestParams, row: int, request: Request) -> None:
     params.seed[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
     params.num_draft[row], params.adjusts[row] = request.num_draft, asked.is_adjusted
     if asked.logprobs is not None:
-        params.num_logprobs[row] = asked.logprobs
+        params.scored[row] = RAW if asked.logprobs_mode == "raw" else SAMPLED
 
 
 def _page_table(rows: Sequence[Request], size: int, width: int) -> np.ndarray:

@@ -17,6 +17,9 @@ from peagle_jax.engine.host.pages import PagePool
 from peagle_jax.engine.host.request import Request, RequestState, RingCopy
 from peagle_jax.engine.host.slots import FreeSlots, Reach, SavedRings
 
+_LEAST_OF_PROMPT = 64
+"""Tokens that make it worth for an answer to wait for the prefill of another one of its prompt."""
+
 
 class Hit(NamedTuple):
     """The first pages of a request, which the caller holds, and rings that continue them."""
@@ -149,14 +152,17 @@ class PrefixCache:
         """The request whose pages are worth waiting for, and the position up to which it computes
         them.
 
-        They save at least one prefill chunk. Only requests of earlier rank lead, so nothing waits
-        for a request that itself waits for a more urgent one.
+        They save at least one prefill chunk, or of the same prompt `_LEAST_OF_PROMPT` tokens. Only
+        requests of earlier rank lead, so nothing waits for a request that itself waits for a more
+        urgent one.
         """
         if not (self._can_follow and request.reads_prefix_cache):
             return None
         size = self._pool.page_size
         keys = request.page_keys(size, (request.num_to_prefill - 1) // size)
-        best, most = None, num_cached + -(-self._config.prefill_chunk // size)
+        least = -(-self._config.prefill_chunk // size)
+        least_of_prompt = min(least, -(-_LEAST_OF_PROMPT // size))
+        best, most = None, num_cached
         for other in active:
             computes = other.state is RequestState.PREFILL and other.pages
             if not computes or other.salt != request.salt or other.rank > request.rank:
@@ -165,12 +171,13 @@ class PrefixCache:
             others = other.page_keys(size, num_others)
             pairs = enumerate(zip(keys, others, strict=False))
             common = next((place for place, (a, b) in pairs if a != b), num_others)
-            if common >= most and other.num_prefilled < common * size:
-                best, most = other, common + 1
+            saved = least_of_prompt if other.prompt == request.prompt else least
+            if common >= max(most + 1, num_cached + saved) and other.num_prefilled < common * size:
+                best, most = other, common
         if best is None:
             return None
-        best.save_at.add(most - 1)
-        return best, (most - 1) * size
+        best.save_at.add(most)
+        return best, most * size
 
     def _place(self, request: Request, hit: Hit, written: int, num_pages: int) -> None:
         """Gives an admitted request what was found, and the pages that are missing."""

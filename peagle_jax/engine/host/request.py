@@ -6,6 +6,7 @@ conditions.
 
 import enum
 import itertools
+import math
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -46,8 +47,8 @@ class RingCopy(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """Log-probability of one output token, and the (id, logprob) pairs of the most likely
-    tokens."""
+    """Log-probability of one output token, and the (id, logprob) pairs of the most likely tokens,
+    without those that the law drops."""
 
     logprob: float
     top: list[tuple[int, float]]
@@ -69,14 +70,12 @@ class BatchLogprobs(NamedTuple):
     top_logprobs: np.ndarray  # [B, C, n]
 
     def row(self, row: int, count: int, num_top: int) -> list[TokenLogprob]:
-        """The first `count` tokens of a row, with the first `num_top` alternatives each."""
+        """The first `count` tokens of a row, with at most `num_top` alternatives each."""
         ids = self.top_ids[row, :count, :num_top].tolist()
         logprobs = self.top_logprobs[row, :count, :num_top].tolist()
-        chosen = self.chosen[row, :count].tolist()
-        return [
-            TokenLogprob(chosen[token], list(zip(ids[token], logprobs[token], strict=True)))
-            for token in range(count)
-        ]
+        pairs = (zip(*top, strict=True) for top in zip(ids, logprobs, strict=True))
+        tops = [[pair for pair in top if pair[1] != -math.inf] for top in pairs]
+        return list(map(TokenLogprob, self.chosen[row, :count].tolist(), tops))
 
 
 class Round(NamedTuple):
