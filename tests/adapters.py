@@ -18,6 +18,35 @@ LINEAR = (
 """Ends of the names of modules that adapters train."""
 
 
+_UNSET = (
+    *("alora_invocation_tokens", "arrow_config", "auto_mapping", "corda_config", "eva_config"),
+    *("exclude_modules", "kasa_config", "layer_replication", "layers_pattern", "lora_ga_config"),
+    *("layers_to_transform", "megatron_config", "modules_to_save", "monteclora_config", "revision"),
+    *("target_parameters", "trainable_token_indices", "use_bdlora", "velora_config"),
+)
+_FALSE = (
+    *("ensure_weight_tying", "fan_in_fan_out", "lora_bias", "use_dora", "use_qalora", "use_rslora"),
+)
+_GIVEN = dict(
+    peft_type="LORA",
+    peft_version="0.21.2",
+    task_type="CAUSAL_LM",
+    base_model_name_or_path="base",
+    target_modules=["q_proj", "k_proj"],
+    inference_mode=True,
+    init_lora_weights=True,
+    lora_alpha=2,
+    lora_dropout=0.1,
+    bias="none",
+    alpha_pattern={},
+    rank_pattern={},
+    loftq_config={},
+    megatron_core="megatron.core",
+    qalora_group_size=16,
+)
+"""With `_UNSET` and `_FALSE` all keys of adapter_config.json that peft 0.21.2 writes."""
+
+
 def modules_of(folder: Path, ends: Sequence[str] = LINEAR) -> dict[str, tuple[int, int]]:
     """Shapes [out, in] of a target's modules, by their names."""
     tensors = Checkpoint(folder).tensors
@@ -44,7 +73,7 @@ def save_adapter(
 def save_files(folder: Path, tensors: dict[str, np.ndarray], **config) -> None:
     """Writes the two files of an adapter."""
     folder.mkdir(parents=True, exist_ok=True)
-    known = dict(peft_type="LORA", lora_alpha=2, bias="none", lora_dropout=0.1, use_dora=False)
+    known = dict.fromkeys(_UNSET) | dict.fromkeys(_FALSE, False) | _GIVEN
     (folder / "adapter_config.json").write_text(json.dumps(known | config))
     write(folder / "adapter_model.safetensors", tensors)
 

@@ -110,6 +110,7 @@ def refuse_ineffective(args: argparse.Namespace) -> None:
             "there are no --logprobs",
             {"--logprobs-mode": args.logprobs_mode is not None},
         ),
+        (not args.batch, "it is for --batch", {"--prompt-logprobs": args.prompt_logprobs}),
     )
     for holds, reason, options in reasons:
         for flag, is_given in options.items():
@@ -183,6 +184,7 @@ class ModelOptions(EngineOptions):
 _OF_ENGINE = (
     *("selector", "draft_sampling", "verify_method", "tensor_parallel", "gather"),
     *("kv_cache_dtype", "activations", "prefix_caching", "max_model_len"),
+    "prompt_logprobs",
 )
 _OF_MODEL = (
     *("model", "method", "num_speculative_tokens", "adaptive", "dtype", "quantization", "lora"),

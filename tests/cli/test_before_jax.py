@@ -46,6 +46,7 @@ OF_ALL = {
         ("x --lora {target}", "no adapter_config.json"),
         ("--batch /no/such x", "/no/such: cannot be used"),
         ("x --batch a b", "has no effect"),
+        ("x --prompt-logprobs", "it is for --batch"),
         ("x -K 100", "num_speculative_tokens=100 must lie between 0 and 32"),
         (
             "x --num-speculative-tokens-per-batch-size [[1,8,3]]",
