@@ -100,7 +100,7 @@ def over_vllm(server: LiveServer, fields: dict) -> Reported:
     return Reported(whole.completion_tokens, whole.spec_accepted_tokens, rejected)
 
 
-@pytest.mark.sampled(6, slow=6)
+@pytest.mark.sampled(4, slow=6)
 @pytest.mark.parametrize("ask", [over_http, over_peagle, over_vllm])
 @pytest.mark.parametrize("max_tokens", [1, 5, 96, None])
 def test_a_perfect_drafter_is_credited_with_what_it_emitted(server, text, ask, max_tokens):

@@ -206,6 +206,7 @@ def test_no_process_outlives_the_first(start):
     )
 
 
+@pytest.mark.slow
 def test_a_signal_reaches_all_processes(start, tmp_path):
     """SIGHUP reads tokens again; SIGINT of a terminal drains once; no request is lost."""
     tokens = tmp_path / "tokens"
