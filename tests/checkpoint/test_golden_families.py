@@ -275,8 +275,12 @@ BROKEN = {
         "gate for up in dense layers": weights(lambda x: x.mlp.gate_up.weight, halves, DENSE),
         "gate's scales for up in dense "
         "layers": weights(lambda x: x.mlp.gate_up.scale, halves, DENSE),
-        "scales of other columns": weights(lambda x: x.mlp.gate_up.scale, lambda s: s[..., ::-1].copy()),
-        "scales of other rows": weights(lambda x: x.attention.qkv.scale, lambda s: np.roll(s, 36, 0)),
+        "scales of other columns": weights(
+            lambda x: x.mlp.gate_up.scale, lambda s: s[..., ::-1].copy()
+        ),
+        "scales of other rows": weights(
+            lambda x: x.attention.qkv.scale, lambda s: np.roll(s, 36, 0)
+        ),
         "one scale a matrix": weights(lambda x: x.attention.out.scale, mean),
         # q's 144 rows end inside its second block: the block does not run on into k.
         "one grid of blocks over q, k and v": weights(

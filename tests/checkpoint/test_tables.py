@@ -304,13 +304,17 @@ REFUSED = {
         | with_dtype(scales_for(t, QKV), ("scale",), np.int32),
         "an FP8 scale is a float",
     ),
-    "another fp8": ("qwen3", lambda t: with_dtype(t, QKV, "float8_e5m2"), "is float8_e5m2; a weight"),
+    "another fp8": (
+        "qwen3", lambda t: with_dtype(t, QKV, "float8_e5m2"), "is float8_e5m2; a weight",
+    ),
     "int8": ("llama", lambda t: with_dtype(t, ("down_proj.weight",), np.int8), "is int8; a weight"),
     "a quantised lm_head": (
         "llama", lambda t: with_dtype(t, ("lm_head.weight",), released.FP8), "only the matrices of",
     ),
     "a quantised router": (
-        "qwen3_moe", lambda t: with_dtype(t, ("gate.weight",), released.FP8), "only the matrices of",
+        "qwen3_moe",
+        lambda t: with_dtype(t, ("gate.weight",), released.FP8),
+        "only the matrices of",
     ),
     "fp8 experts in gpt-oss's form": (
         "gpt_oss", lambda t: with_dtype(t, ("down_proj",), released.FP8), "only the matrices of",

@@ -75,7 +75,7 @@ def pages_ahead(engine: FakeEngine, *waiting: list[int]) -> int:
     return found
 
 
-def test_pages_ahead_leave_half_of_the_pool_to_cached_prefixes_and_to_a_request_that_waits_for_pages():
+def test_pages_ahead_leave_half_of_the_pool_to_prefixes_and_to_a_request_that_waits():
     assert pages_ahead(engine_of(P=100)) > 8
     assert pages_ahead(engine_of(P=100, B=1, R=1), [4] * 5) > 8, "it waits for a slot"
     assert pages_ahead(engine_of(P=100), [4] * 120) <= 0

@@ -256,7 +256,12 @@ import jax, numpy as np
 from peagle_jax.engine.device import stored_programs
 stored_programs.use_library_cache(Path(sys.argv[1]))
 hits = []
-jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None)
+
+def listen(name, **_):
+    if name.endswith("cache_hits"):
+        hits.append(name)
+
+jax.monitoring.register_event_listener(listen)
 f, g = jax.jit(lambda x: x * 2), jax.jit(lambda x, y: (x + y, x - y))
 x = np.array([1.0, 2.0, 3.0], np.float32)
 found = [f(x).tolist(), [one.tolist() for one in g(x, x)]]

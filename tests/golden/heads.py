@@ -83,7 +83,8 @@ HEADS = {
         flags=dict(norm_before_residual=True, norm_before_fc=True),
     ),
     "peagle-qwen3": Head(  # q/k norms; the second layer slides
-        seed=25, num_layers=2, num_draft=5, model_type="qwen3", draft_vocab=PRUNED_VOCAB, bfloat16=True,
+        seed=25, num_layers=2, num_draft=5, model_type="qwen3", draft_vocab=PRUNED_VOCAB,
+        bfloat16=True,
         layer=dict(
             use_sliding_window=True, sliding_window=6, max_window_layers=1,
             rope_parameters=targets.QWEN3_ROPE,
