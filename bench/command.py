@@ -37,7 +37,7 @@ from peagle_jax.cli.command_line import Parser, add_removed, positive
 from peagle_jax.cli.model_folders import check_folders
 from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig
 from peagle_jax.exclusions import ADAPTIVE
-from peagle_jax.extras import check_installed
+from peagle_jax.extras import check_address_space, check_installed
 from peagle_jax.options import options_of
 from peagle_jax.presets import PRESETS
 from peagle_jax.removed import check_choice
@@ -482,6 +482,7 @@ class Program:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         try:
             command, options = self.parse(argv)
+            check_address_space()
             options.check()
             if isinstance(options, RowFileOptions):
                 check_out(options.out)

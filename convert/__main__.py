@@ -17,6 +17,7 @@ from peagle_jax.checkpoint.gguf_file import is_gguf
 from peagle_jax.checkpoint.hub import CONFIGS, is_hub_id, resolve
 from peagle_jax.cli.command_line import Parser, add_removed, positive
 from peagle_jax.config import ConfigError
+from peagle_jax.extras import check_address_space
 
 _DESCRIPTION = """\
 Converts Hugging Face checkpoints (targets and P-EAGLE / EAGLE-3 heads) into folders of Orbax
@@ -263,6 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "peagle-convert: error:", " ".join(str(message).split()), file=sys.stderr
     )
     try:
+        check_address_space()
         _check_folders(args)
         return _COMMANDS[args.command](args)
     except ConfigError as error:

@@ -27,7 +27,7 @@ from peagle_jax.cli.options import (
     refuse_ineffective,
 )
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.extras import check_installed
+from peagle_jax.extras import check_address_space, check_installed
 from peagle_jax.method.own_drafters import is_own, load_own
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text.prompts import (
@@ -449,6 +449,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "peagle-generate: error:", " ".join(str(message).split()), file=sys.stderr
     )
     try:
+        check_address_space()
         return _run(args)
     except ConfigError as error:
         fail(error)

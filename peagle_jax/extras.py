@@ -1,5 +1,7 @@
-"""Packages that only some installations have (`pip install 'peagle-jax[EXTRA]'`)."""
+"""What a start needs: packages that only some installations have (`pip install
+'peagle-jax[EXTRA]'`), and address space."""
 
+import resource
 from importlib.util import find_spec
 
 from peagle_jax.errors import ConfigError
@@ -15,6 +17,19 @@ PACKAGES = {
     "tracing": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"),
 }
 """The packages of each extra, by the names under which Python imports them."""
+_LEAST_ADDRESS_SPACE = 1 << 30
+"""Bytes. With fewer jax ends within its import, or cannot start its threads."""
+
+
+def check_address_space() -> None:
+    """Raises `ConfigError` if this process may use too little address space to import jax."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY and most < _LEAST_ADDRESS_SPACE:
+        least = _LEAST_ADDRESS_SPACE >> 20
+        raise ConfigError(
+            f"this process may use {most >> 20} MiB of address space; raise it above {least} "
+            "(ulimit -v)"
+        )
 
 
 def check_installed(extra: str, what: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from peagle_jax.errors import ConfigError
-from peagle_jax.extras import check_installed
+from peagle_jax.extras import check_address_space, check_installed
 from serving.background_stream import BackgroundStream, open_standard_streams
 from serving.engine_child import DEFAULT, Begin, EngineChild, function_name
 from serving.signals import exit_while_loading
@@ -41,6 +41,7 @@ def main(
     child = None
     try:
         check_installed("serve", "peagle-serve")
+        check_address_space()
         # Before the options are read: it imports jax meanwhile.
         child = None if {"-h", "--help"} & set(words) else EngineChild()
         return _resolve_and_run(words, make_engine, child)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from peagle_jax.checkpoint.safetensors import CheckpointError
 from peagle_jax.config import ConfigError, TargetConfig
+from peagle_jax.extras import check_address_space
 from peagle_jax.training.options import REMOVED, check, parser
 
 
@@ -196,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse(f"{argv[0]} {REMOVED[argv[0]]}")
     args = parser().parse_args(argv)
     try:
+        check_address_space()
         check(args)
         _STAGES[args.stage](args)
     except (ConfigError, CheckpointError, FileNotFoundError, FloatingPointError) as error:

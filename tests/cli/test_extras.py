@@ -52,6 +52,24 @@ def test_a_command_says_which_extra_it_needs(module, extra, arguments):
     assert f"python -m pip install 'peagle-jax[{extra}]'" in line
 
 
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("serving", []),
+        ("peagle_jax", ["x"]),
+        ("peagle_jax.training", ["plan", "--target", "."]),
+        ("bench", ["report"]),
+        ("convert", ["plan", "."]),
+    ],
+)
+def test_too_little_address_space_is_one_line(module, arguments):
+    command = 'ulimit -v 600000; exec "$@"'
+    command = ["sh", "-c", command, "sh", sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, "585 MiB of address space" in line) == (2, True), line
+
+
 def test_a_package_within_a_missing_package_is_missing(monkeypatch):
     assert not is_installed("no_such_package.within")
     check_installed("structured", "a test")

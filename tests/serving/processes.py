@@ -35,7 +35,7 @@ class Processes:
                     command = (folder / "cmdline").read_text()
                     if "serving.engine_process" in command:
                         self.engine = int(folder.name)
-                    elif "chat_templates" in command:
+                    elif "text_process" in command:
                         self.renderer = int(folder.name)
         assert self.engine, "the server has no process of the engine"
 

@@ -1,5 +1,6 @@
 """`peagle-serve` as processes: the texts of the engine, readiness, signals, one end for all."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.served import Served
+from bench.served import Served, processes
 from peagle_jax import SamplingParams, load
 from peagle_jax.checkpoint import save_target
 from serving.app import END_SECONDS
@@ -125,6 +126,30 @@ def test_texts_of_many_clients_are_those_of_the_engine(two, folders):
         read = lambda call: [token for delta in call for token in delta.token_ids]
         found = [*pool.map(read, calls), *pool.map(over_http, prompts[16:])]
     assert found == expected
+
+
+@pytest.mark.slow
+def test_calls_that_are_cancelled_leave_no_memory(two):
+    """Elsewhere `grpc.aio` has leaked for each cancelled stream."""
+    resident = []
+
+    async def cancel(count: int) -> None:
+        async with grpc.aio.insecure_channel(two.address) as channel:
+            stub = peagle_v1_pb2_grpc.GenerationStub(channel)
+            request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5, 6, 7]), stopping=LONG)
+
+            async def client() -> None:
+                for _ in range(count // 4):
+                    call = stub.Generate(request)
+                    assert await call.read()
+                    call.cancel()
+
+            await asyncio.gather(*(client() for _ in range(4)))
+
+    for count in (1000, 4000):
+        asyncio.run(cancel(count))
+        resident.append(processes(two.process.pid)[two.process.pid].resident_bytes)
+    assert resident[1] - resident[0] < 500 * 4000, resident
 
 
 @pytest.mark.slow
