@@ -108,7 +108,7 @@ def refuse_ineffective(args: argparse.Namespace) -> None:
         (
             args.logprobs is None,
             "there are no --logprobs",
-            {"--logprobs-mode": args.logprobs_mode is not None},
+            {"--logprobs-mode sampled": args.logprobs_mode == "sampled"},
         ),
         (not args.batch, "it is for --batch", {"--prompt-logprobs": args.prompt_logprobs}),
     )
