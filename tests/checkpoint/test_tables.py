@@ -146,12 +146,12 @@ REFUSED = [
     (
         "qwen3",
         lambda t: with_dtype(t, QKV[:1], np.float32),
-        r"q_proj.weight is float32 but .*k_proj.weight is bfloat16; .*\(float32 holds both exactly\)",
+        r"q_proj.weight is float32 but .*k_proj.weight is bfloat16; .*float32 holds both exactly",
     ),
     (
         "llama",
         lambda t: with_dtype(t, QKV[1:], np.float16),
-        r"q_proj.weight is bfloat16 but .*k_proj.weight is float16; .*\(float32 holds both exactly\)",
+        r"q_proj.weight is bfloat16 but .*k_proj.weight is float16; .*float32 holds both exactly",
     ),
     (
         "gemma4",
