@@ -16,6 +16,7 @@ import pytest
 from peagle_jax import Engine, EngineConfig
 from peagle_jax.engine.device.programs import Programs
 from peagle_jax.method.verify import verify
+from tests import tiny
 
 _MOST_ENGINES = 12
 """Engines whose programs are kept. One takes about 2,000 of the 65,530 memory maps of a process."""
@@ -29,6 +30,12 @@ def one_bucket(engine: Engine) -> Engine:
     """
     engine.warm_up(sizes=[engine.config.batch_buckets[-1]])
     return engine
+
+
+def small_engine(config: EngineConfig, **options) -> Engine:
+    """An engine of a target of one layer and a head for it."""
+    head = tiny.head(**tiny.HEAD_OF_ONE_LAYER)
+    return Engine(tiny.target(**tiny.ONE_LAYER), head, config, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

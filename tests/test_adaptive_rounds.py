@@ -4,13 +4,11 @@ between any two rounds, and nothing compiles."""
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 from bench.oracle import RandomTimes
 from peagle_jax import Engine, EngineConfig, SamplingParams
@@ -20,14 +18,11 @@ from peagle_jax.engine.host import k_by_load
 from peagle_jax.engine.host.calls import DecodeCall, RoundShape
 from peagle_jax.engine.host.request import Request
 from peagle_jax.engine.host.round_times import RoundTimes
-from peagle_jax.method.drafter import Proposal
 from peagle_jax.method.plan import DecodePlan, PrefillPlan
-from peagle_jax.method.sampling import draft_keys, sample_rows
 from tests import tiny
 from tests.programs import OneBucketConfig
 from tests.test_families import LENGTH, MAX_TOKENS, naive, prompts, target
 from tests.test_losslessness import OracleDrafter
-from tests.tiny import causal_attention
 
 pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
@@ -117,15 +112,9 @@ def step(engine: Engine, rng: random.Random) -> int | None:
 )
 def test_output_is_unchanged_by_any_choice_of_k(family, method, three_k, num_cases):
     config = OneBucketConfig(
-        num_draft=4,
-        adaptive="load",
-        max_num_seqs=6,
-        num_pages=50,
-        max_model_len=LENGTH,
-        page_size=4,
-        prefill_chunk=16,
-        prefill_rows=2,
-    )
+        num_draft=4, adaptive="load", max_num_seqs=6, num_pages=50, max_model_len=LENGTH,
+        page_size=4, prefill_chunk=16, prefill_rows=2,
+    )  # fmt: skip
     # Random heads are hardly ever right.
     head = None if method == "oracle" else tiny.head(method)
     drafter = oracle(family, 4) if method == "oracle" else None
@@ -168,89 +157,6 @@ def check_walks(
     assert engine.programs.num_compiled == num_programs
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class UniformDrafter:
-    """Draws every draft from the uniform distribution: drafts for one position of a
-    text are equal.
-    """
-
-    num_draft: int = field(metadata=dict(static=True))
-
-    def propose(self, target, inputs, cache):
-        positions = (inputs.start + inputs.num_real)[:, None] + 1 + jnp.arange(self.num_draft)
-        q = jnp.full((*positions.shape, target.config.vocab_size), 1 / target.config.vocab_size)
-        keys = draft_keys(inputs.keys, positions, jnp.zeros_like(inputs.start))
-        return Proposal(sample_rows(q, keys), q), cache
-
-    def absorb(self, target, inputs, cache):
-        return cache
-
-
-def check_law(observed: np.ndarray, expected: np.ndarray) -> None:
-    """Chi-square test; rare outcomes are pooled, as the approximation needs."""
-    common = expected * observed.sum() >= 5
-    f_obs = np.append(observed[common], observed[~common].sum())
-    f_exp = np.append(expected[common], expected[~common].sum()) * observed.sum()
-    some = f_exp > 1e-6
-    f_exp = f_exp[some] * f_obs.sum() / f_exp[some].sum()
-    assert stats.chisquare(f_obs[some], f_exp).pvalue > 1e-3
-
-
-def law_config(draft_sampling: str) -> OneBucketConfig:
-    """Short texts under a choice of K, many at once."""
-    return OneBucketConfig(
-        num_draft=2,
-        adaptive="load",
-        draft_sampling=draft_sampling,
-        max_num_seqs=64,
-        max_model_len=16,
-        page_size=4,
-        prefill_chunk=8,
-        prefill_rows=16,
-        max_logprobs=0,
-        max_waiting=10**6,
-    )
-
-
-def check_sampled_law(
-    method: str, config: EngineConfig, step: Callable[[Engine], None], count: int, **options
-) -> Engine:
-    """Fails unless `count` texts of four tokens have the joint law of the target, vocabulary 4.
-
-    Args:
-      method: of the head, or "uniform" for `UniformDrafter`.
-      step: runs a step of the engine.
-      options: of the engine.
-    """
-    small, prompt, V, T = dict(vocab_size=4), [2, 3, 3, 0, 1], 4, 4
-    temperature = 1.0 if method == "uniform" else 4.0  # so that many uniform drafts are rejected
-    model = tiny.target(seed=3, **small)
-    heads = [tiny.head(method, seed=5, draft_vocab_size=V, **small)] if method != "uniform" else []
-    drafter = None if heads else UniformDrafter(2)
-    engine = Engine(model, *heads or [None], config, drafter=drafter, **options)
-    engine.warm_up()
-    params = SamplingParams(max_tokens=T, temperature=temperature)  # the number is the seed
-    requests = [engine.add_request(prompt, params) for _ in range(count)]
-    while engine.has_work:
-        step(engine)
-    assert 0.1 < engine.scheduler.acceptance.rates[0] < 0.95
-
-    texts = np.stack(np.meshgrid(*[np.arange(V)] * T, indexing="ij"), -1).reshape(-1, T)
-    rows = np.concatenate([np.tile(prompt, (len(texts), 1)), texts[:, :-1]], axis=1)
-    positions = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
-    hidden, _, _ = model(rows, positions, [None] * 3, causal_attention)
-    p = np.asarray(jax.nn.softmax(model.unembed(hidden) / temperature, axis=-1), np.float64)
-    places = len(prompt) - 1 + np.arange(T)
-    expected = np.prod(p[np.arange(len(texts))[:, None], places, texts], axis=1)
-    observed = np.zeros(len(texts))
-    np.add.at(observed, [np.ravel_multi_index(r.output, [V] * T) for r in requests], 1)
-    check_law(observed, expected)
-    pairs = [x.reshape(V ** (T - 2), V**2).sum(axis=0) for x in (observed, expected)]
-    check_law(*pairs)
-    return engine
-
-
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("own", [1, 3])
 def test_every_call_makes_the_drafts_that_the_engine_counts(own):
@@ -267,15 +173,12 @@ def test_every_call_makes_the_drafts_that_the_engine_counts(own):
 def one_page_config(rows: int) -> OneBucketConfig:
     """All positions are in one page, so the plans of all rounds are equal."""
     return OneBucketConfig(
-        num_draft=4,
-        adaptive="load",
-        max_num_seqs=rows,
-        max_model_len=LENGTH,
-        page_size=LENGTH,
+        num_draft=4, adaptive="load", max_num_seqs=rows, max_model_len=LENGTH, page_size=LENGTH,
         prefill_chunk=LENGTH,
-    )
+    )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_plan_is_uploaded_only_when_it_changes(three_k, monkeypatch):
     """Whatever made the drafts: prefill makes four, rounds of K = 2 two."""
     times = RandomTimes()
@@ -291,23 +194,6 @@ def test_a_plan_is_uploaded_only_when_it_changes(three_k, monkeypatch):
     (done,) = engine.generate(prompts()[:1], SamplingParams(max_tokens=1 + 3 * 5))
     assert done.rounds == 5
     assert uploaded == [PrefillPlan, DecodePlan]
-
-
-@pytest.mark.sampled(0, slow=0)
-@pytest.mark.parametrize(
-    ("method", "draft_sampling"),
-    [("peagle", "sample"), ("uniform", "sample"), ("peagle", "argmax")],
-)
-def test_sampled_output_has_the_targets_law_under_any_choice_of_k(
-    method, draft_sampling, monkeypatch, num_cases
-):
-    monkeypatch.setattr(k_by_load.LoadPolicy, "decide_every", 1)
-    monkeypatch.setattr(k_by_load, "_LEAST_VERIFIED", 1)
-    monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: (0, 1, 2))
-    config = law_config(draft_sampling)
-    count = num_cases("sampled texts under a K chosen at run time", 6000, least=6000)
-    engine = check_sampled_law(method, config, Engine.step, count, times=RandomTimes())
-    assert engine.policy.num_changes > 20
 
 
 def make_engine(times: RoundTimes | None, **changes) -> Engine:

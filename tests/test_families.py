@@ -42,18 +42,7 @@ def target(family: str):
 @functools.cache
 def naive(family: str) -> list[list[int]]:
     """Greedy outputs by full forward passes without any cache: the definition."""
-    model = target(family)
-    caches = [None] * model.config.num_layers
-    where = jnp.broadcast_to(jnp.arange(LENGTH), (len(LENGTHS), LENGTH))
-    forward = jax.jit(lambda rows: model.unembed(model(rows, where, caches, causal_attention)[0]))
-    rows, lengths = np.zeros((len(LENGTHS), LENGTH), np.int32), np.array(LENGTHS)
-    for row, prompt in zip(rows, prompts(), strict=True):
-        row[: len(prompt)] = prompt
-    for step in range(MAX_TOKENS):
-        ends = lengths + step
-        logits = np.asarray(forward(rows))[np.arange(len(ends)), ends - 1]
-        rows[np.arange(len(ends)), ends] = logits.argmax(-1)
-    return [row[n : n + MAX_TOKENS].tolist() for row, n in zip(rows, LENGTHS, strict=True)]
+    return tiny.greedy(target(family), prompts(), MAX_TOKENS)
 
 
 def run(engine: Engine) -> list[list[int]]:

@@ -7,15 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
+from bench.oracle import RandomTimes
 from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.engine.device import round_shapes
+from peagle_jax.engine.host import k_by_load
 from peagle_jax.engine.host.stats import Acceptance
 from peagle_jax.method.drafter import Proposal
 from tests import tiny
-from tests.programs import one_bucket
+from tests.laws import check_law
+from tests.programs import OneBucketConfig, one_bucket
 from tests.ties import assert_parts_only_at_ties
-from tests.tiny import causal_attention
 
 pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
@@ -65,25 +67,7 @@ def target():
 @pytest.fixture(scope="module")
 def naive(target) -> list[list[int]]:
     """Greedy outputs by full forward passes without any cache: the definition."""
-    length = 96
-    forward = jax.jit(
-        lambda tokens: target.unembed(
-            target(
-                tokens,
-                jnp.arange(length)[None],
-                [None] * target.config.num_layers,
-                causal_attention,
-            )[0]
-        )
-    )
-    outputs = []
-    for prompt in prompts():
-        row = np.zeros((1, length), np.int32)
-        row[0, : len(prompt)] = prompt
-        for end in range(len(prompt), len(prompt) + MAX_TOKENS):
-            row[0, end] = int(jnp.argmax(forward(row)[0, end - 1]))
-        outputs.append(row[0, len(prompt) : len(prompt) + MAX_TOKENS].tolist())
-    return outputs
+    return tiny.greedy(target, prompts(), MAX_TOKENS)
 
 
 def oracle_engine(target, naive, num_draft: int, offset: int) -> Engine:
@@ -230,58 +214,44 @@ def test_bfloat16_differs_only_at_ties(target):
     assert_parts_only_at_ties(plain, spec)
 
 
-@pytest.mark.sampled(0, slow=1)
-@pytest.mark.parametrize("drafts", ["block", "sample", "argmax"])
+@pytest.mark.sampled(0, slow=2)
+@pytest.mark.parametrize("drafts", ["changing K", "block", "sample", "argmax"])
 @pytest.mark.parametrize("method", ["selector", "peagle", "eagle3"])
-def test_sampled_output_has_the_targets_law(method, drafts, num_cases):
+def test_sampled_output_has_the_targets_law(method, drafts, monkeypatch, num_cases):
     """Joint law of the first three tokens after a prompt, vocabulary 4, against exact
     probabilities.
 
     6000 requests or more over 64 outcomes; at level 1e-3 a test of this size finds an effect of w =
     0.12 (a total variation of about 0.05) with a power of 0.99.
     """
+    monkeypatch.setattr(k_by_load.LoadPolicy, "decide_every", 1)
+    monkeypatch.setattr(k_by_load, "_LEAST_VERIFIED", 1)
+    monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: (0, 1, 2))
     small = dict(vocab_size=4)
     target = tiny.target(seed=3, **small)
     head = tiny.head(method, seed=5, draft_vocab_size=4, **small)
     temperature, prompt = 4.0, [2, 3, 3, 0, 1]
     count = num_cases("sampled texts against the target's law", 6000, least=6000)
-    config = EngineConfig(
-        num_draft=2,
-        max_num_seqs=64,
-        max_model_len=16,
-        page_size=4,
-        prefill_chunk=8,
-        prefill_rows=16,
+    config = OneBucketConfig(
+        num_draft=2, max_num_seqs=64, max_model_len=16, page_size=4, prefill_chunk=8,
+        prefill_rows=16, adaptive="load" if drafts == "changing K" else "off",
         draft_sampling="argmax" if drafts == "argmax" else "sample",
-        verify_method="block" if drafts == "block" else "token",
-        max_logprobs=0,
-        max_waiting=count,
-    )
-    engine = one_bucket(Engine(target, head, config))
-    params = [SamplingParams(max_tokens=3, temperature=temperature, seed=s) for s in range(count)]
+        verify_method="block" if drafts == "block" else "token", max_logprobs=0, max_waiting=count,
+    )  # fmt: skip
+    engine = Engine(target, head, config, times=RandomTimes())
+    engine.warm_up()
+    # Without a seed a request has its number; with one it would keep K.
+    params = SamplingParams(max_tokens=3, temperature=temperature)
     done = engine.generate([prompt] * count, params)
     # Two drafts must often be accepted and often be rejected, or the test would show nothing.
     assert 0.1 < Acceptance.of(done).rates[0] < 0.95
-
-    expected = np.zeros((4, 4, 4))
+    assert drafts != "changing K" or engine.policy.num_changes > 20
     continuations = np.stack(np.meshgrid(*[np.arange(4)] * 2, indexing="ij"), -1).reshape(-1, 2)
     rows = np.concatenate([np.tile(prompt, (16, 1)), continuations], axis=1)
-    positions = jnp.broadcast_to(jnp.arange(7), rows.shape)
-
-    @jax.jit
-    def law(rows):
-        hidden, _, _ = target(rows, positions, [None] * 3, causal_attention)
-        return jax.nn.softmax(target.unembed(hidden) / temperature, axis=-1)
-
-    p = np.asarray(law(rows), np.float64)
+    p = np.exp(np.float64(jax.nn.log_softmax(tiny.logits(target, rows) / temperature)))
+    expected, observed = np.zeros((4, 4, 4)), np.zeros((4, 4, 4))
     for row, (a, b) in enumerate(continuations):
         expected[a, b] = p[row, 4, a] * p[row, 5, b] * p[row, 6]
-    observed = np.zeros((4, 4, 4))
     for completion in done:
         observed[tuple(completion.tokens)] += 1
-    keep = expected * count >= 5  # pool the rare outcomes, as the chi-square approximation needs
-    f_obs = [*observed[keep], observed[~keep].sum()]
-    f_exp = [*(expected[keep] * count), expected[~keep].sum() * count]
-    if f_exp[-1] < 5:
-        f_obs, f_exp = f_obs[:-1], np.array(f_exp[:-1]) * sum(f_obs[:-1]) / sum(f_exp[:-1])
-    assert stats.chisquare(f_obs, np.array(f_exp) * sum(f_obs) / sum(f_exp)).pvalue > 1e-3
+    check_law(observed, expected * count)

@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 MARKS = {"adaptive": pytest.mark.exhaustive, "conversion": pytest.mark.exhaustive}
-"""`tests/engine/test_adaptive.py`, `tests/test_adaptive_rounds.py` and `tests/convert` test what
+"""`tests/engine/test_k_by_load.py`, `tests/test_adaptive_rounds.py` and `tests/convert` test what
 these show.
 """
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.cli.loading import load_weights
 from tests import tiny
 from tests.programs import one_bucket
 
@@ -146,7 +145,7 @@ def test_windows_are_found_where_texts_part(family):
     assert rings.num_restored > 0
 
 
-@pytest.mark.sampled(1, slow=0)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("windowed", [True, False])
 def test_rows_of_one_call_share_a_beginning(windowed):
     sizes = config(max_num_seqs=4, prefill_rows=4)
@@ -162,23 +161,6 @@ def test_rows_of_one_call_share_a_beginning(windowed):
         engine.flush_prefix_cache()
         alone += engine.generate([prompt], params)
     assert [one.tokens for one in done] == [one.tokens for one in alone]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("method", ["none", "peagle", "eagle3"])
-def test_trained_heads_are_as_good_after_a_hit(method, sampling):
-    target, head, tokenizer = load_weights(None, None, method=method, dtype="float32")
-    sizes = dict(num_draft=5, page_size=16, max_model_len=256, prefill_chunk=32)
-    engine = one_bucket(Engine(target, head, config(**sizes), tokenizer=tokenizer))
-    text = "import os\nimport sys\n\n\ndef quicksort(xs):\n    if len(xs) < 2:\n        return xs\n"
-    prompt = tokenizer.encode(text * 2)
-    cuts = (len(prompt) // 2, len(prompt) - 1, len(prompt), len(prompt) + OUTPUT)
-    found, answers = compare(engine, prompt, cuts, [[], [11, 12]], SAMPLINGS[sampling])
-    assert min(num_cached for _, num_cached in found) >= 16
-    if method != "none" and sampling == "greedy":
-        accepted = sum(sum(answer.accepted) for answer in answers)
-        assert 2 * accepted > sum(answer.rounds for answer in answers)
 
 
 @pytest.mark.sampled(1, slow=0)

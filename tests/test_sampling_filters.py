@@ -120,20 +120,6 @@ def test_the_tokens_kept_are_those_of_a_sort(kind, num_cases):
         check(random_rows(kind, len(RULES), case), RULES)
 
 
-def random_rules(rng, count: int) -> list[tuple]:
-    choose = lambda off, values: np.where(rng.random(count) < 0.3, off, values)
-    temperature = np.exp(rng.normal(0, 1, count))
-    top_k = choose(0, rng.integers(1, V + 20, count))
-    top_p, min_p = choose(1.0, rng.random(count)), choose(0.0, rng.random(count) ** 4)
-    return list(zip(temperature, top_k, top_p, min_p, strict=True))
-
-
-def test_random_rules_keep_the_tokens_of_a_sort(num_cases):
-    for case in range(num_cases("random filters", 3)):
-        rules = random_rules(np.random.default_rng(case), 64)
-        check(random_rows("distinct", 64, 100 + case), rules)
-
-
 def test_ties_at_the_border_are_kept_and_count_for_top_p():
     """Three tokens tie at the border of top-k = 2: the probabilities are a quarter of each, not a
     half.

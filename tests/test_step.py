@@ -5,7 +5,6 @@ run.
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,18 +15,13 @@ from peagle_jax.method.step import State
 from peagle_jax.models.cache import LayerCache, PageCache
 from tests import tiny
 from tests.rounds import Rig
-from tests.tiny import causal_attention
 
 J, B, LENGTH = 3, 4, 48
 PROMPTS = np.array([1, 5, 10, 14])
 CONFIG = EngineConfig(
-    num_draft=J,
-    max_num_seqs=B,
-    max_model_len=LENGTH,
-    page_size=4,
-    prefill_chunk=LENGTH,
+    num_draft=J, max_num_seqs=B, max_model_len=LENGTH, page_size=4, prefill_chunk=LENGTH,
     draft_sampling="sample",
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["peagle", "eagle3"])
@@ -176,11 +170,8 @@ def greedy_rig() -> Rig:
     """A rig whose text is what the target itself says after each prompt."""
     target = tiny.target()
     text = np.random.default_rng(2).integers(2, tiny.TARGET.vocab_size, (B, 24))
-    positions = jnp.broadcast_to(jnp.arange(24), text.shape)
-    cache = [None] * target.config.num_layers
-    forward = jax.jit(lambda t: target.unembed(target(t, positions, cache, causal_attention)[0]))
     for i in range(PROMPTS.min(), 24):
-        best = np.argmax(forward(text)[:, i - 1], axis=-1)
+        best = tiny.logits(target, text)[:, i - 1].argmax(-1)
         text[:, i] = np.where(i >= PROMPTS, best, text[:, i])
     drafter = make_drafter(tiny.head(), J, "argmax")
     config = replace(CONFIG, max_model_len=24, prefill_chunk=16, draft_sampling="argmax")

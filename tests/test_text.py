@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.host.request import Request
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.text.tokenizer import Detokenizer, StopChecker, TextStream, Tokenizer
+from peagle_jax.text.tokenizer import StopChecker, TextStream, Tokenizer
 
 SAMPLE = "def größe(ключ: str) -> int:\n    return 值 * 2  # naïve 😀 👩‍👩‍👧 ½ … “quoted”\n" * 8
 
@@ -41,14 +41,6 @@ def in_pieces(tokens: list[int], rng: random.Random) -> list[list[int]]:
         pieces.append(tokens[start : start + size])
         start += size
     return pieces
-
-
-def test_a_special_token_shows_nothing_and_does_not_stall_the_rest(tokenizer):
-    detokenizer = Detokenizer(tokenizer)
-    tokens = tokenizer.encode("ab")
-    assert detokenizer.add([*tokens, 0]) == "ab"
-    assert detokenizer.add([0]) == ""
-    assert detokenizer.add(tokens) == "ab"
 
 
 def checked(tokenizer, text: str, stops: tuple[str, ...]) -> tuple[str | None, int]:
@@ -112,13 +104,9 @@ def test_a_stop_string_ends_the_text_only_after_the_least_tokens(tokenizer, seed
         shown += stream.add(piece)
     assert shown + stream.finish() == SAMPLE[:end]
     request = Request(
-        id=0,
-        prompt=[1],
-        num_draft=0,
-        seed=0,
-        stop_checker=StopChecker(tokenizer, stops),
+        id=0, prompt=[1], num_draft=0, seed=0, stop_checker=StopChecker(tokenizer, stops),
         params=SamplingParams(max_tokens=len(tokens), stop=stops, min_tokens=least),
-    )
+    )  # fmt: skip
     request.append(tokens, eos_ids=(), max_model_len=10**6)
     assert request.stop_reason == stop
     assert least < len(request.output) <= len(tokenizer.encode(SAMPLE[: end + len(stop)])) + 2

@@ -13,7 +13,6 @@ import numpy as np
 from peagle_jax.checkpoint.safetensors import TensorInfo
 
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
-U8 = np.dtype(np.uint8)
 Headers = dict[str, TensorInfo]
 
 LLAMA3_EOS = [128001, 128008, 128009]
@@ -35,220 +34,93 @@ GPT_OSS_GENERATION = dict(
 
 def _llama(*, factor: float, **fields) -> dict:
     common = dict(
-        architectures=["LlamaForCausalLM"],
-        attention_bias=False,
-        bos_token_id=128000,
-        eos_token_id=LLAMA3_EOS,
-        hidden_act="silu",
-        max_position_embeddings=131072,
-        mlp_bias=False,
-        model_type="llama",
-        num_key_value_heads=8,
-        pretraining_tp=1,
-        rms_norm_eps=1e-05,
-        rope_scaling=LLAMA3_ROPE | dict(factor=factor),
-        rope_theta=500000.0,
-        tie_word_embeddings=False,
-        torch_dtype="bfloat16",
-        vocab_size=128256,
-    )
+        architectures=["LlamaForCausalLM"], attention_bias=False, bos_token_id=128000,
+        eos_token_id=LLAMA3_EOS, hidden_act="silu", max_position_embeddings=131072, mlp_bias=False,
+        model_type="llama", num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-05,
+        rope_scaling=LLAMA3_ROPE | dict(factor=factor), rope_theta=500000.0,
+        tie_word_embeddings=False, torch_dtype="bfloat16", vocab_size=128256,
+    )  # fmt: skip
     return common | fields
 
 
 def _mistral(**fields) -> dict:
     common = dict(
-        architectures=["MistralForCausalLM"],
-        bos_token_id=1,
-        eos_token_id=2,
-        hidden_act="silu",
-        hidden_size=4096,
-        intermediate_size=14336,
-        max_position_embeddings=32768,
-        model_type="mistral",
-        num_attention_heads=32,
-        num_hidden_layers=32,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-05,
-        tie_word_embeddings=False,
-        torch_dtype="bfloat16",
-        use_cache=True,
-    )
+        architectures=["MistralForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu",
+        hidden_size=4096, intermediate_size=14336, max_position_embeddings=32768,
+        model_type="mistral", num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8,
+        rms_norm_eps=1e-05, tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True,
+    )  # fmt: skip
     return common | fields
 
 
 def _qwen2(**fields) -> dict:
     common = dict(
-        architectures=["Qwen2ForCausalLM"],
-        attention_dropout=0.0,
-        bos_token_id=151643,
-        eos_token_id=151645,
-        hidden_act="silu",
-        max_position_embeddings=32768,
-        model_type="qwen2",
-        rms_norm_eps=1e-06,
-        rope_theta=1000000.0,
-        tie_word_embeddings=False,
-        torch_dtype="bfloat16",
-        use_cache=True,
-        use_sliding_window=False,
-        vocab_size=152064,
-    )
+        architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643,
+        eos_token_id=151645, hidden_act="silu", max_position_embeddings=32768, model_type="qwen2",
+        rms_norm_eps=1e-06, rope_theta=1000000.0, tie_word_embeddings=False, torch_dtype="bfloat16",
+        use_cache=True, use_sliding_window=False, vocab_size=152064,
+    )  # fmt: skip
     return common | fields
 
 
 def _qwen3(**fields) -> dict:
     common = dict(
-        architectures=["Qwen3ForCausalLM"],
-        attention_bias=False,
-        bos_token_id=151643,
-        eos_token_id=151645,
-        head_dim=128,
-        hidden_act="silu",
-        max_position_embeddings=40960,
-        max_window_layers=fields["num_hidden_layers"],
-        model_type="qwen3",
-        num_key_value_heads=8,
-        rms_norm_eps=1e-06,
-        rope_scaling=None,
-        rope_theta=1000000,
-        sliding_window=None,
-        tie_word_embeddings=False,
-        torch_dtype="bfloat16",
-        use_sliding_window=False,
+        architectures=["Qwen3ForCausalLM"], attention_bias=False, bos_token_id=151643,
+        eos_token_id=151645, head_dim=128, hidden_act="silu", max_position_embeddings=40960,
+        max_window_layers=fields["num_hidden_layers"], model_type="qwen3", num_key_value_heads=8,
+        rms_norm_eps=1e-06, rope_scaling=None, rope_theta=1000000, sliding_window=None,
+        tie_word_embeddings=False, torch_dtype="bfloat16", use_sliding_window=False,
         vocab_size=151936,
-    )
+    )  # fmt: skip
     return common | fields
 
 
 def _gpt_oss(layers: int, experts: int) -> dict:
     return dict(
-        architectures=["GptOssForCausalLM"],
-        attention_bias=True,
-        attention_dropout=0.0,
-        eos_token_id=200002,
-        experts_per_token=4,
-        head_dim=64,
-        hidden_act="silu",
-        hidden_size=2880,
-        initial_context_length=4096,
-        intermediate_size=2880,
+        architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0,
+        eos_token_id=200002, experts_per_token=4, head_dim=64, hidden_act="silu", hidden_size=2880,
+        initial_context_length=4096, intermediate_size=2880,
         layer_types=["sliding_attention", "full_attention"] * (layers // 2),
-        max_position_embeddings=131072,
-        model_type="gpt_oss",
-        num_attention_heads=64,
-        num_experts_per_tok=4,
-        num_hidden_layers=layers,
-        num_key_value_heads=8,
-        num_local_experts=experts,
-        pad_token_id=199999,
-        quantization_config=dict(
-            modules_to_not_convert=[
-                "model.layers.*.self_attn",
-                "model.layers.*.mlp.router",
-                "model.embed_tokens",
-                "lm_head",
-            ],
-            quant_method="mxfp4",
-        ),
-        rms_norm_eps=1e-05,
-        rope_scaling=dict(
-            beta_fast=32.0,
-            beta_slow=1.0,
-            factor=32.0,
-            original_max_position_embeddings=4096,
-            rope_type="yarn",
-            truncate=False,
-        ),
-        rope_theta=150000,
-        router_aux_loss_coef=0.9,
-        sliding_window=128,
-        swiglu_limit=7.0,
-        tie_word_embeddings=False,
+        max_position_embeddings=131072, model_type="gpt_oss", num_attention_heads=64,
+        num_experts_per_tok=4, num_hidden_layers=layers, num_key_value_heads=8,
+        num_local_experts=experts, pad_token_id=199999,
+        quantization_config=dict(modules_to_not_convert=["model.layers.*.self_attn",
+        "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"], quant_method="mxfp4"),
+        rms_norm_eps=1e-05, rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, factor=32.0,
+        original_max_position_embeddings=4096, rope_type="yarn", truncate=False), rope_theta=150000,
+        router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False,
         vocab_size=201088,
-    )
+    )  # fmt: skip
 
 
 QWEN3_CODER = dict(
-    architectures=["Qwen3MoeForCausalLM"],
-    attention_bias=False,
-    decoder_sparse_step=1,
-    eos_token_id=151645,
-    head_dim=128,
-    hidden_act="silu",
-    hidden_size=2048,
-    intermediate_size=5472,
-    max_position_embeddings=262144,
-    max_window_layers=28,
-    mlp_only_layers=[],
-    model_type="qwen3_moe",
-    moe_intermediate_size=768,
-    norm_topk_prob=True,
-    num_attention_heads=32,
-    num_experts=128,
-    num_experts_per_tok=8,
-    num_hidden_layers=48,
-    num_key_value_heads=4,
-    qkv_bias=False,
-    rms_norm_eps=1e-06,
-    rope_scaling=None,
-    rope_theta=10000000,
-    shared_expert_intermediate_size=0,
-    sliding_window=None,
-    tie_word_embeddings=False,
-    torch_dtype="bfloat16",
-    use_qk_norm=True,
-    use_sliding_window=False,
-    vocab_size=151936,
-)
+    architectures=["Qwen3MoeForCausalLM"], attention_bias=False, decoder_sparse_step=1,
+    eos_token_id=151645, head_dim=128, hidden_act="silu", hidden_size=2048, intermediate_size=5472,
+    max_position_embeddings=262144, max_window_layers=28, mlp_only_layers=[],
+    model_type="qwen3_moe", moe_intermediate_size=768, norm_topk_prob=True, num_attention_heads=32,
+    num_experts=128, num_experts_per_tok=8, num_hidden_layers=48, num_key_value_heads=4,
+    qkv_bias=False, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=10000000,
+    shared_expert_intermediate_size=0, sliding_window=None, tie_word_embeddings=False,
+    torch_dtype="bfloat16", use_qk_norm=True, use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
 
 GEMMA_4_31B = dict(
-    architectures=["Gemma4ForConditionalGeneration"],
-    audio_config=None,
-    dtype="bfloat16",
-    eos_token_id=[1, 106],
-    model_type="gemma4",
-    tie_word_embeddings=True,
-    text_config=dict(
-        attention_bias=False,
-        attention_k_eq_v=True,
-        bos_token_id=2,
-        dtype="bfloat16",
-        enable_moe_block=False,
-        eos_token_id=1,
-        final_logit_softcapping=30.0,
-        global_head_dim=512,
-        head_dim=256,
-        hidden_activation="gelu_pytorch_tanh",
-        hidden_size=5376,
-        hidden_size_per_layer_input=0,
-        intermediate_size=21504,
-        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 10,
-        max_position_embeddings=262144,
-        model_type="gemma4_text",
-        moe_intermediate_size=None,
-        num_attention_heads=32,
-        num_experts=None,
-        num_global_key_value_heads=4,
-        num_hidden_layers=60,
-        num_key_value_heads=16,
-        num_kv_shared_layers=0,
-        pad_token_id=0,
-        rms_norm_eps=1e-06,
-        rope_parameters=dict(
-            full_attention=dict(
-                partial_rotary_factor=0.25, rope_theta=1000000.0, rope_type="proportional"
-            ),
-            sliding_attention=dict(rope_theta=10000.0, rope_type="default"),
-        ),
-        sliding_window=1024,
-        tie_word_embeddings=True,
-        top_k_experts=None,
-        use_bidirectional_attention="vision",
-        use_double_wide_mlp=False,
-        vocab_size=262144,
-    ),
+    architectures=["Gemma4ForConditionalGeneration"], audio_config=None, dtype="bfloat16",
+    eos_token_id=[1, 106], model_type="gemma4", tie_word_embeddings=True,
+    text_config=dict(attention_bias=False, attention_k_eq_v=True, bos_token_id=2, dtype="bfloat16",
+    enable_moe_block=False, eos_token_id=1, final_logit_softcapping=30.0, global_head_dim=512,
+    head_dim=256, hidden_activation="gelu_pytorch_tanh", hidden_size=5376,
+    hidden_size_per_layer_input=0, intermediate_size=21504,
+    layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 10,
+    max_position_embeddings=262144, model_type="gemma4_text", moe_intermediate_size=None,
+    num_attention_heads=32, num_experts=None, num_global_key_value_heads=4, num_hidden_layers=60,
+    num_key_value_heads=16, num_kv_shared_layers=0, pad_token_id=0, rms_norm_eps=1e-06,
+    rope_parameters=dict(full_attention=dict(partial_rotary_factor=0.25, rope_theta=1000000.0,
+    rope_type="proportional" ), sliding_attention=dict(rope_theta=10000.0, rope_type="default")),
+    sliding_window=1024, tie_word_embeddings=True, top_k_experts=None,
+    use_bidirectional_attention="vision", use_double_wide_mlp=False, vocab_size=262144),
     vision_config=dict(model_type="gemma4_vision", hidden_size=1152, num_hidden_layers=27),
-)
+)  # fmt: skip
 
 # fmt: off
 CONFIGS: dict[str, tuple[dict, dict]] = {
@@ -290,167 +162,13 @@ def _headers(shapes: dict[str, tuple], dtype: np.dtype = BF16) -> Headers:
     return {name: TensorInfo(name, dtype, shape, 0, 0) for name, shape in shapes.items()}
 
 
-def _llama_shaped(*, layers: int, D: int, kv: int, F: int, vocabulary: int) -> Headers:
-    """Queries as wide as the model, keys and values `kv` wide; the output is not tied."""
-    shapes = {"model.embed_tokens.weight": (vocabulary, D), "lm_head.weight": (vocabulary, D)}
-    shapes["model.norm.weight"] = (D,)
-    for i in range(layers):
-        at = f"model.layers.{i}."
-        shapes |= {
-            at + "input_layernorm.weight": (D,),
-            at + "mlp.down_proj.weight": (D, F),
-            at + "mlp.gate_proj.weight": (F, D),
-            at + "mlp.up_proj.weight": (F, D),
-            at + "post_attention_layernorm.weight": (D,),
-            at + "self_attn.k_proj.weight": (kv, D),
-            at + "self_attn.o_proj.weight": (D, D),
-            at + "self_attn.q_proj.weight": (D, D),
-            at + "self_attn.v_proj.weight": (kv, D),
-        }
-    return _headers(shapes)
-
-
-def llama_8b() -> Headers:
-    return _llama_shaped(layers=32, D=4096, kv=1024, F=14336, vocabulary=128256)
-
-
-def mistral_7b(vocabulary: int) -> Headers:
-    return _llama_shaped(layers=32, D=4096, kv=1024, F=14336, vocabulary=vocabulary)
-
-
-def qwen2_5(*, layers: int, D: int, kv: int, F: int, tied: bool) -> Headers:
-    """Biases of q, k and v; the small ones have no output matrix."""
-    vocabulary = 151936 if tied else 152064
-    headers = _llama_shaped(layers=layers, D=D, kv=kv, F=F, vocabulary=vocabulary)
-    if tied:
-        del headers["lm_head.weight"]
-    biases = {
-        f"model.layers.{i}.self_attn.{p}_proj.bias": (n,)
-        for i in range(layers)
-        for p, n in (("q", D), ("k", kv), ("v", kv))
-    }
-    return headers | _headers(biases)
-
-
-def gpt_oss(layers: int, E: int) -> Headers:
-    plain = {"model.embed_tokens.weight": (201088, 2880), "lm_head.weight": (201088, 2880)}
-    plain["model.norm.weight"] = (2880,)
-    packed = {}
-    for i in range(layers):
-        at = f"model.layers.{i}."
-        plain |= {
-            at + "input_layernorm.weight": (2880,),
-            at + "mlp.experts.down_proj_bias": (E, 2880),
-            at + "mlp.experts.gate_up_proj_bias": (E, 5760),
-            at + "mlp.router.bias": (E,),
-            at + "mlp.router.weight": (E, 2880),
-            at + "post_attention_layernorm.weight": (2880,),
-            at + "self_attn.k_proj.bias": (512,),
-            at + "self_attn.k_proj.weight": (512, 2880),
-            at + "self_attn.o_proj.bias": (2880,),
-            at + "self_attn.o_proj.weight": (2880, 4096),
-            at + "self_attn.q_proj.bias": (4096,),
-            at + "self_attn.q_proj.weight": (4096, 2880),
-            at + "self_attn.sinks": (64,),
-            at + "self_attn.v_proj.bias": (512,),
-            at + "self_attn.v_proj.weight": (512, 2880),
-        }
-        packed |= {
-            at + "mlp.experts.down_proj_blocks": (E, 2880, 90, 16),
-            at + "mlp.experts.down_proj_scales": (E, 2880, 90),
-            at + "mlp.experts.gate_up_proj_blocks": (E, 5760, 90, 16),
-            at + "mlp.experts.gate_up_proj_scales": (E, 5760, 90),
-        }
-    return _headers(plain) | _headers(packed, U8)
-
-
-def qwen3_coder(*, fp8: bool) -> Headers:
-    plain = {"model.embed_tokens.weight": (151936, 2048), "lm_head.weight": (151936, 2048)}
-    plain["model.norm.weight"] = (2048,)
-    matrices = {}
-    for i in range(48):
-        at = f"model.layers.{i}."
-        plain |= {
-            at + "input_layernorm.weight": (2048,),
-            at + "mlp.gate.weight": (128, 2048),
-            at + "post_attention_layernorm.weight": (2048,),
-            at + "self_attn.k_norm.weight": (128,),
-            at + "self_attn.q_norm.weight": (128,),
-        }
-        matrices |= {
-            at + "self_attn.k_proj": (512, 2048),
-            at + "self_attn.o_proj": (2048, 4096),
-            at + "self_attn.q_proj": (4096, 2048),
-            at + "self_attn.v_proj": (512, 2048),
-        }
-        for e in range(128):
-            matrices |= {
-                f"{at}mlp.experts.{e}.down_proj": (2048, 768),
-                f"{at}mlp.experts.{e}.gate_proj": (768, 2048),
-                f"{at}mlp.experts.{e}.up_proj": (768, 2048),
-            }
-    weights = {f"{base}.weight": shape for base, shape in matrices.items()}
-    headers = _headers(plain) | _headers(weights, FP8 if fp8 else BF16)
-    if fp8:
-        blocks = lambda shape: tuple(-(-n // 128) for n in shape)
-        scales = {f"{base}.weight_scale_inv": blocks(shape) for base, shape in matrices.items()}
-        headers |= _headers(scales)
-    return headers
-
-
-def gemma_4_31b() -> Headers:
-    root = "model.language_model."
-    shapes = {root + "embed_tokens.weight": (262144, 5376), root + "norm.weight": (5376,)}
-    for i in range(60):
-        at, full = f"{root}layers.{i}.", i % 6 == 5
-        q, kv, head = (16384, 2048, 512) if full else (8192, 4096, 256)
-        shapes |= {
-            at + "input_layernorm.weight": (5376,),
-            at + "layer_scalar": (1,),
-            at + "mlp.down_proj.weight": (5376, 21504),
-            at + "mlp.gate_proj.weight": (21504, 5376),
-            at + "mlp.up_proj.weight": (21504, 5376),
-            at + "post_attention_layernorm.weight": (5376,),
-            at + "post_feedforward_layernorm.weight": (5376,),
-            at + "pre_feedforward_layernorm.weight": (5376,),
-            at + "self_attn.k_norm.weight": (head,),
-            at + "self_attn.k_proj.weight": (kv, 5376),
-            at + "self_attn.o_proj.weight": (5376, q),
-            at + "self_attn.q_norm.weight": (head,),
-            at + "self_attn.q_proj.weight": (q, 5376),
-        }
-        if not full:
-            shapes[at + "self_attn.v_proj.weight"] = (kv, 5376)
-    tower = "model.vision_tower.encoder.layers.0."
-    shapes |= {
-        "model.embed_vision.embedding_projection.weight": (5376, 1152),
-        "model.vision_tower.patch_embedder.input_proj.weight": (1152, 768),
-        tower + "self_attn.q_proj.linear.weight": (1152, 1152),
-        tower + "input_layernorm.weight": (1152,),
-    }
-    return _headers(shapes)
-
-
 AWS_GPT_OSS_20B_HEAD = dict(
-    architectures=["LlamaForCausalLM"],
-    draft_vocab_size=201088,
-    head_dim=64,
-    hidden_act="silu",
-    hidden_size=2880,
-    intermediate_size=14336,
-    max_position_embeddings=131072,
-    model_type="llama",
-    num_attention_heads=64,
-    num_hidden_layers=4,
-    num_key_value_heads=8,
-    ptd_token_id=201020,
-    rms_norm_eps=1e-05,
-    rope_scaling=LLAMA3_ROPE | dict(factor=8.0),
-    rope_theta=500000.0,
-    tie_word_embeddings=False,
-    torch_dtype="bfloat16",
-    vocab_size=201088,
-)
+    architectures=["LlamaForCausalLM"], draft_vocab_size=201088, head_dim=64, hidden_act="silu",
+    hidden_size=2880, intermediate_size=14336, max_position_embeddings=131072, model_type="llama",
+    num_attention_heads=64, num_hidden_layers=4, num_key_value_heads=8, ptd_token_id=201020,
+    rms_norm_eps=1e-05, rope_scaling=LLAMA3_ROPE | dict(factor=8.0), rope_theta=500000.0,
+    tie_word_embeddings=False, torch_dtype="bfloat16", vocab_size=201088,
+)  # fmt: skip
 """amazon/GPT-OSS-20B-P-EAGLE, as far as other loaders show it."""
 
 

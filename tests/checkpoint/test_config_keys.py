@@ -21,14 +21,10 @@ from tests.checkpoint.released import write_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 NAMES = {
-    "llama": "llama-3.1-8b",
-    "mistral": "mistral-7b-v0.1",
-    "qwen2": "qwen2.5-7b",
-    "qwen3": "qwen3-8b",
-    "qwen3_moe": "qwen3-coder-30b-a3b",
-    "gpt_oss": "gpt-oss-20b",
+    "llama": "llama-3.1-8b", "mistral": "mistral-7b-v0.1", "qwen2": "qwen2.5-7b",
+    "qwen3": "qwen3-8b", "qwen3_moe": "qwen3-coder-30b-a3b", "gpt_oss": "gpt-oss-20b",
     "gemma4_text": "gemma-4-31b",
-}
+}  # fmt: skip
 """A released config of each `model_type`."""
 
 
@@ -154,20 +150,15 @@ LLAMA3 = released.LLAMA3_ROPE | dict(factor=8.0)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
 BAD_VALUES = [
     (dict(rope_theta=0), "rope_theta must be a number greater than 1"),
-    (dict(rope_theta=-1e4), "rope_theta must be a number greater than 1"),
-    (dict(rope_theta=1.0), "rope_theta must be a number greater than 1"),
     (dict(rope_theta=math.nan), "rope_theta must be a finite number"),
     (dict(rope_theta=1e39), "rope_theta must be a finite number"),
     (dict(rms_norm_eps=0), "rms_norm_eps must be a number greater than 0"),
-    (dict(rms_norm_eps=-1e-5), "rms_norm_eps must be a number greater than 0"),
     (dict(rms_norm_eps=1e-50), "rms_norm_eps 1e-50 is too small"),
     (dict(rms_norm_eps=10**400), "rms_norm_eps must be a finite number"),
     (dict(head_dim=127), "head_dim 127 is odd"),
     (dict(eos_token_id=128256), "eos_token_id 128256 lies outside the vocabulary of 128256"),
-    (dict(eos_token_id=[128001, 10**9]), "eos_token_id 1000000000 lies outside"),
     (dict(bos_token_id=200000), "bos_token_id 200000 lies outside"),
     (dict(is_causal=False), "is_causal False is not supported, True is"),
-    (dict(is_causal=0), "is_causal 0 is not supported, True is"),
     (dict(rope_scaling=LLAMA3 | dict(partial_rotary_factor=0.5)), "partial_rotary_factor 0.5"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
     (dict(rope_scaling=LLAMA3 | dict(factor=0.5)), "factor of rope scaling must be at least 1"),
@@ -200,7 +191,6 @@ BAD_VALUES = [
     ),
     (dict(rope_scaling=dict(factor=8.0)), "state a factor, but no rope_type"),
     (dict(rope_scaling=LLAMA3 | dict(rope_type=None)), "state a factor, but no rope_type"),
-    (dict(rope_scaling=LLAMA3 | dict(rope_type="")), "rope_type '' is not supported"),
     (dict(rope_scaling=False), "rope_scaling must be an object"),
     (dict(rope_parameters=[]), "rope_parameters must be an object"),
     (dict(layer_types=["chunked_attention"] * 32), "layer_types must name"),
@@ -228,16 +218,6 @@ BAD_OF_A_FAMILY = [
     ("gemma4_text", dict(final_logit_softcapping=0), "final_logit_softcapping must be a number gr"),
     ("gemma4_text", dict(global_head_dim=511), "head_dim 511 is odd"),
     ("gemma4_text", dict(rope_scaling=LLAMA3), "rope_scaling .* is not supported"),
-    (
-        "gemma4_text",
-        dict(
-            rope_parameters={
-                SLIDING: dict(rope_theta=1e4),
-                FULL: dict(rope_theta=1e6, rope_type="proportional", partial_rotary_factor=-0.25),
-            }
-        ),
-        "partial_rotary_factor must lie between 0 and 1",
-    ),
 ]
 
 

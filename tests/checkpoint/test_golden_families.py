@@ -1,6 +1,4 @@
-"""The other families and the quantised files against transformers, and with one rule broken at a
-time.
-"""
+"""Every family and the quantised files against transformers, and with one rule broken at a time."""
 
 from dataclasses import replace
 from functools import cache
@@ -32,7 +30,7 @@ LOGITS_ATOL = 2e-4  # logits reach 10: a few float32 steps summed over eight lay
 STATES_ATOL = 5e-4  # residual streams reach 30
 NAMES = (
     "gpt_oss-mxfp4", "gpt_oss-bf16", "qwen3_moe-bf16", "qwen3_moe-fp8", "qwen3-fp8-channel",
-    "llama-fp8-tensor", "mistral", "qwen2", "gemma4",
+    "llama-fp8-tensor", "llama", "qwen3", "mistral", "qwen2", "gemma4",
 )  # fmt: skip
 
 
@@ -161,7 +159,7 @@ def rope(**changes):
     return config(lambda c: dict(rope=replace(c.rope, **changes)))
 
 
-def yarn(**changes):
+def scaling(**changes):
     scaled = lambda c: replace(c.rope, scaling=replace(c.rope.scaling, **changes))
     return config(lambda c: dict(rope=scaled(c)))
 
@@ -240,9 +238,9 @@ GPT_OSS = MOE | {
     "no window": window(lambda width: None),
     "window off by one": window(lambda width: width - 1),
     "no yarn": rope(scaling=None),
-    "yarn with whole ends": yarn(truncate=True),
-    "yarn without its factor on the scores": yarn(attention_factor=1.0),
-    "yarn of another original length": yarn(original_max_position=256),
+    "yarn with whole ends": scaling(truncate=True),
+    "yarn without its factor on the scores": scaling(attention_factor=1.0),
+    "yarn of another original length": scaling(original_max_position=256),
     "no clamp": experts(lambda c: dict(swiglu_limit=1e9)),
     "no router bias": weights(lambda x: x.mlp.router.bias, zero),
     "no bias of gate and up": weights(lambda x: x.mlp.gate_up.bias, zero),
@@ -306,6 +304,18 @@ BROKEN = {
         "no bias of gate and up": weights(lambda x: x.mlp.gate_up.bias, zero),
         "gate's bias for up": weights(lambda x: x.mlp.gate_up.bias, halves),
         "no bias of down": weights(lambda x: x.mlp.down.bias, zero),
+    },
+    "llama": {
+        "no llama3 scaling": rope(scaling=None),
+        "another factor": scaling(factor=7.0),
+        "another low frequency": scaling(low_freq_factor=2.0),
+        "another high frequency": scaling(high_freq_factor=3.0),
+        "another original length": scaling(original_max_position=128),
+    },
+    "qwen3": {
+        "another theta": rope(theta=5e5),
+        "no q norm": weights(lambda x: x.attention.q_norm.weight, one),
+        "no k norm": weights(lambda x: x.attention.k_norm.weight, one),
     },
     "mistral": {
         "no window": window(lambda width: None),

@@ -1,6 +1,5 @@
 """Heads in every layout load alike; heads that would draft garbage are refused with a reason."""
 
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -8,10 +7,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from peagle_jax.checkpoint import CheckpointError, load_head, load_target, save_head, target_config
 from peagle_jax.method.draft_head import DraftHead
+from tests.checkpoint.test_head_layouts import parts, write_head
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HEADS = ("peagle-1", "peagle-4", "peagle-pruned", "peagle-norms", "peagle-qwen3")
@@ -21,20 +21,6 @@ HEADS += ("eagle3", "eagle31")
 @cache
 def target():
     return target_config(GOLDEN / "qwen3")
-
-
-def parts(name: str) -> tuple[dict, dict[str, np.ndarray]]:
-    """config.json and tensors of a golden head."""
-    folder = GOLDEN / name
-    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-
-
-def write_head(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 def flat(config: dict, **changes) -> dict:
@@ -140,98 +126,58 @@ def absolute_ids(t: dict) -> np.ndarray:
     return t["d2t"] + np.arange(len(t["d2t"]))
 
 
-REFUSED = {
-    "taps past the target": (
-        "peagle-1",
-        config_with(eagle_aux_hidden_state_layer_ids=[2, 4, 9]),
-        r"taps \(2, 4, 9\)",
-    ),
-    "taps out of order": (
-        "peagle-1",
-        config_with(eagle_aux_hidden_state_layer_ids=[4, 2, 5]),
-        "not 3 ascending",
-    ),
-    "a tap twice": (
-        "peagle-1",
-        config_with(eagle_aux_hidden_state_layer_ids=[2, 2, 5]),
-        "not 3 ascending",
-    ),
-    "two taps": (
-        "peagle-1",
-        config_with(eagle_aux_hidden_state_layer_ids=[2, 4]),
-        "its fc takes 192, 2 taps",
-    ),
-    "four taps": ("peagle-1", config_with(num_aux_hidden_states=4), "its fc takes 192, 4 taps"),
-    "taps of another width": ("peagle-1", config_with(target_hidden_size=128), "states 128 wide"),
-    "another vocabulary": ("peagle-1", layer_with(vocab_size=300), "vocabulary is 300"),
-    "no mask token id": ("peagle-1", config_with(mask_token_id=None), "names no mask token id"),
-    "a mask token outside": ("peagle-1", config_with(mask_token_id=256), "256 lies outside"),
-    "no mask_hidden": ("peagle-1", without("mask_hidden"), "holds no mask_hidden"),
-    "mask_hidden after fc": (
-        "peagle-1",
-        with_tensor("mask_hidden", lambda t: t["mask_hidden"][..., :64]),
-        "has shape",
-    ),
-    "no fc": ("peagle-1", without("fc.weight"), "not an EAGLE-3 or P-EAGLE head"),
-    "a flat fc": (
-        "peagle-1",
-        with_tensor("fc.weight", lambda t: t["mask_hidden"].ravel()),
-        "two dim",
-    ),
-    "no weight": ("peagle-4", without("layers.2.mlp.up_proj.weight"), "up_proj.weight' is missing"),
-    "no hidden norm": ("peagle-1", without("layers.0.hidden_norm.weight"), "is missing"),
-    "one tensor too many": (
+REFUSED = [
+    ("peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[2, 4, 9]), r"taps \(2, 4, 9\)"),
+    ("peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[4, 2, 5]), "not 3 ascending"),
+    ("peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[2, 2, 5]), "not 3 ascending"),
+    ("peagle-1", config_with(eagle_aux_hidden_state_layer_ids=[2, 4]), "its fc takes 192, 2 taps"),
+    ("peagle-1", config_with(num_aux_hidden_states=4), "its fc takes 192, 4 taps"),
+    ("peagle-1", config_with(target_hidden_size=128), "states 128 wide"),
+    ("peagle-1", layer_with(vocab_size=300), "vocabulary is 300"),
+    ("peagle-1", config_with(mask_token_id=None), "names no mask token id"),
+    ("peagle-1", config_with(mask_token_id=256), "256 lies outside"),
+    ("peagle-1", without("mask_hidden"), "holds no mask_hidden"),
+    ("peagle-1", with_tensor("mask_hidden", lambda t: t["mask_hidden"][..., :64]), "has shape"),
+    ("peagle-1", without("fc.weight"), "not an EAGLE-3 or P-EAGLE head"),
+    ("peagle-1", with_tensor("fc.weight", lambda t: t["mask_hidden"].ravel()), "two dim"),
+    ("peagle-4", without("layers.2.mlp.up_proj.weight"), "up_proj.weight' is missing"),
+    ("peagle-1", without("layers.0.hidden_norm.weight"), "is missing"),
+    (
         "peagle-1",
         with_tensor("layers.1.norm.weight", lambda t: t["norm.weight"]),
         "without a place",
     ),
-    "biases that are not stated": (
+    (
         "peagle-1",
         with_tensor("layers.0.self_attn.o_proj.bias", lambda t: t["norm.weight"]),
         "without a place",
     ),
-    "a misshapen weight": (
-        "peagle-1",
-        with_tensor("norm.weight", lambda t: t["norm.weight"][:32]),
-        "has shape",
-    ),
-    "a norm before fc that is not there": (
-        "peagle-norms",
-        without("input_norm.weight"),
-        "says norm_before_fc but",
-    ),
-    "tap norms that are not there": ("peagle-1", config_with(fc_norm=True), "says fc_norm but"),
-    "no d2t": ("peagle-pruned", without("d2t"), "96 of 256 tokens but there is no d2t"),
-    "absolute d2t": ("peagle-pruned", with_tensor("d2t", absolute_ids), "absolute ids need"),
-    "absolute d2t without t2d": (
+    ("peagle-1", with_tensor("norm.weight", lambda t: t["norm.weight"][:32]), "has shape"),
+    ("peagle-norms", without("input_norm.weight"), "says norm_before_fc but"),
+    ("peagle-1", config_with(fc_norm=True), "says fc_norm but"),
+    ("peagle-pruned", without("d2t"), "96 of 256 tokens but there is no d2t"),
+    ("peagle-pruned", with_tensor("d2t", absolute_ids), "absolute ids need"),
+    (
         "peagle-pruned",
         lambda c, t: without("t2d")(c, t | {"d2t": absolute_ids(t)}),
         "ascending target ids below 256",
     ),
-    "absolute d2t that could be offsets": (
+    (
         "peagle-pruned",
         lambda c, t: (c, t | {"d2t": np.arange(96), "t2d": np.arange(256) < 96}),
         "d2t and t2d name different",
     ),
-    "a short d2t": ("peagle-pruned", with_tensor("d2t", lambda t: t["d2t"][:90]), "has shape"),
-    "a d2t that is not sorted": (
-        "peagle-pruned",
-        with_tensor("d2t", lambda t: t["d2t"][::-1]),
-        "ascending",
-    ),
-    "a negative d2t": ("peagle-pruned", with_tensor("d2t", lambda t: t["d2t"] - 200), "ascending"),
-    "a permuted full vocabulary": (
-        "peagle-1",
-        with_tensor("d2t", lambda t: np.arange(256)[::-1].copy()),
-        "ascending",
-    ),
-    "a pruned head without lm_head": ("eagle3", without("lm_head.weight"), "no lm_head"),
-    "another method": (
+    ("peagle-pruned", with_tensor("d2t", lambda t: t["d2t"][:90]), "has shape"),
+    ("peagle-pruned", with_tensor("d2t", lambda t: t["d2t"][::-1]), "ascending"),
+    ("peagle-pruned", with_tensor("d2t", lambda t: t["d2t"] - 200), "ascending"),
+    ("peagle-1", with_tensor("d2t", lambda t: np.arange(256)[::-1].copy()), "ascending"),
+    ("eagle3", without("lm_head.weight"), "no lm_head"),
+    (
         "eagle3",
         config_with(speculators_model_type="dflash"),
         "speculators_model_type 'dflash' is not supported, 'eagle3' or 'peagle' is",
     ),
-    "another algorithm": (
+    (
         "eagle3",
         lambda c, t: (
             c | {"speculators_config": c["speculators_config"] | {"algorithm": "mtp"}},
@@ -239,55 +185,46 @@ REFUSED = {
         ),
         "algorithm 'mtp' is not supported",
     ),
-    "a method that the tensors are not of": (
+    (
         "peagle-1",
         config_with(speculators_model_type="eagle3"),
         "speculators_model_type is 'eagle3' but the file holds mask_hidden",
     ),
-    "a method without its tensors": (
+    (
         "eagle3",
         config_with(speculators_model_type="peagle"),
         "speculators_model_type is 'peagle' but the file holds no mask_hidden",
     ),
-    "layers of another class": (
-        "eagle3",
-        layer_with(model_type="gemma"),
-        "model_type 'gemma' is not",
-    ),
-    "a norm that config.json denies": (
-        "peagle-norms",
-        config_with(norm_before_fc=False),
-        "norm_before_fc false but the file holds",
-    ),
-    "attention that is not causal": ("peagle-1", layer_with(is_causal=False), "is_causal False"),
-    "layers of an unknown type": (
-        "peagle-1",
-        layer_with(layer_types=["chunked_attention"]),
-        "layer_types must name",
-    ),
-    "a logit scale of zero": ("peagle-1", layer_with(logit_scale=0), "logit_scale"),
-    "a mask of bytes that are no booleans": (
+    ("eagle3", layer_with(model_type="gemma"), "model_type 'gemma' is not"),
+    ("peagle-norms", config_with(norm_before_fc=False), "norm_before_fc false but the file holds"),
+    ("peagle-1", layer_with(is_causal=False), "is_causal False"),
+    ("peagle-1", layer_with(layer_types=["chunked_attention"]), "layer_types must name"),
+    ("peagle-1", layer_with(logit_scale=0), "logit_scale"),
+    (
         "peagle-pruned",
         with_tensor("t2d", lambda t: (t["t2d"] * np.uint8(3)).view(bool)),
         "t2d is bool but holds bytes other than 0 and 1",
     ),
-    "d2t of floats beside a full vocabulary": (
+    ("peagle-1", with_tensor("d2t", lambda t: np.zeros(256, np.float32)), "not whole numbers"),
+    ("peagle-1", layer_with(hidden_act="gelu"), "'gelu'"),
+    (
         "peagle-1",
-        with_tensor("d2t", lambda t: np.zeros(256, np.float32)),
-        "not whole numbers",
+        layer_with(
+            rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4),
+            max_position_embeddings=8,
+        ),
+        "rope_type dynamic in a head with fewer max_position",
     ),
-    "another activation": ("peagle-1", layer_with(hidden_act="gelu"), "'gelu'"),
-    "another rope": (
+    (
         "peagle-1",
         layer_with(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)),
         "'longrope'",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_head_that_does_not_fit_is_refused(case, tmp_path):
-    name, change, message = REFUSED[case]
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED)
+def test_a_head_that_does_not_fit_is_refused(name, change, message, tmp_path):
     folder = write_head(tmp_path / "head", *change(*parts(name)))
     with pytest.raises(CheckpointError, match=message) as caught:
         load_head(folder, target(), dtype="float32")

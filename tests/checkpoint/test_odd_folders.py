@@ -48,6 +48,7 @@ def test_a_dtype_of_the_format_that_no_model_has_is_named(dtype, tmp_path):
         load_target(tmp_path, dtype="float32")
 
 
+@pytest.mark.slow
 def test_a_million_unknown_keys_are_a_short_line(tmp_path, caplog):
     raw = config("qwen3") | {f"key{i}": i for i in range(1_000_000)} | {"a" * 10**6: 1}
     written(tmp_path, raw, tensors("qwen3"))

@@ -14,12 +14,8 @@ from flax import nnx
 from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_target, reads, streaming
 from peagle_jax.checkpoint.assembly import FileAssembly, Sharing, cast_into, stored_dtype
 from peagle_jax.checkpoint.converted import joined
-from peagle_jax.checkpoint.layout import Rule
-from peagle_jax.checkpoint.safetensors import write
 from peagle_jax.checkpoint.staging import Staging
 from peagle_jax.checkpoint.tables import target_layout
-from peagle_jax.checkpoint.transforms import Copy
-from peagle_jax.parallel.shares import Cut, Part, share_of
 from tests.convert.conftest import GOLDEN
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -90,32 +86,6 @@ def test_memory_that_is_used_again_belongs_to_no_array_that_waits(name, small_re
     assert found.keys() == wanted.keys()
     for path, array in wanted.items():
         assert np.asarray(found[path]).tobytes() == array.tobytes(), path
-
-
-@pytest.mark.parametrize(
-    "cut",
-    [
-        Cut(0, (Part(64, 4), Part(32, 1))),
-        Cut(1, (Part(64, 8),)),
-        Cut(0, (Part(96, 1),), padded=64),
-    ],
-)
-@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)])
-def test_shares_are_those_of_the_whole(cut, dtype, small_reads, tmp_path):
-    whole = np.random.default_rng(0).normal(size=(96, 64)).astype(BF16)
-    write(tmp_path / "model.safetensors", {"other": whole[:3], "w": whole})
-    sharing = Sharing(cut, (0, 1), 2)
-    rule = Rule(("w",), ("w",), Copy())
-    assembly = FileAssembly(Checkpoint(tmp_path), rule, dtype, sharing)
-    seen = {}
-
-    def put(assembly):
-        seen.update({rank: share.copy() for rank, share in assembly.shares.items()})
-        return jax.numpy.zeros(())
-
-    streaming.stream([assembly], put, is_copied=True)
-    for rank in (0, 1):
-        np.testing.assert_array_equal(seen[rank], share_of(whole.astype(dtype), cut, rank, 2))
 
 
 def test_a_bfloat16_is_widened_to_its_own_bits():

@@ -77,10 +77,6 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768
         ({"mscale": 1.0, "mscale_all_dim": 1.0}, {"attention_factor": 1.0}),
         ({"mscale": 1.0}, {}),
         ({"mscale": 1.0, "mscale_all_dim": 0.0}, {}),
-        (
-            {"attention_factor": 1.5, "mscale": 1.0, "mscale_all_dim": 1.0},
-            {"attention_factor": 1.5},
-        ),
     ],
 )
 def test_yarn_with_all_that_a_file_may_state(stated, changes, tmp_path):
@@ -104,14 +100,6 @@ def test_windows_of_qwen_by_its_own_rule_and_by_layer_types(tmp_path):
     assert again.sliding_windows == config.sliding_windows
     # A width that is switched off, as most files have it.
     assert read(tmp_path, "qwen3-8b", sliding_window=4096).sliding_windows is None
-
-
-def test_windows_of_qwen2_follow_the_same_rule(tmp_path):
-    on = dict(use_sliding_window=True, sliding_window=4096, max_window_layers=21)
-    config = read(tmp_path, "qwen2.5-7b", **on)
-    assert config.sliding_windows == (None,) * 21 + (4096,) * 7
-    again = target_config(write_config(tmp_path, target_json(config, "bfloat16")))
-    assert again.sliding_windows == config.sliding_windows
 
 
 def test_a_mistral_slides_unless_its_config_says_null(tmp_path):
@@ -244,10 +232,6 @@ REFUSED = {
         ),
         (dict(rope_scaling=dict(rope_type="longrope")), "rope_type 'longrope' is not supported"),
         (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "states no low_freq_factor"),
-        (
-            dict(rope_scaling=dict(partial_rotary_factor=0.5)),
-            "partial_rotary_factor 0.5 is not supported",
-        ),
         (quantized(quant_method="awq", bits=4), "quant_method 'awq' is not supported; mxfp4, fp8"),
         (
             quantized(quant_method="fp8", weight_block_size=[64, 64]),
@@ -257,7 +241,6 @@ REFUSED = {
     ],
     "qwen3-8b": [
         (dict(rope_scaling=YARN | dict(factor=None)), "states no factor"),
-        (dict(rope_scaling=YARN | dict(partial_rotary_factor=0.5)), "partial_rotary_factor 0.5"),
         (dict(layer_types=[SLIDING] * 36), "use_sliding_window and sliding_window do not"),
         (dict(layer_types=["linear_attention"] * 36), "layer_types must name"),
     ],
@@ -271,11 +254,9 @@ REFUSED = {
     "mistral-7b-v0.1": [
         (dict(layer_types=[SLIDING, FULL] * 16), "layer_types and sliding_window contradict"),
         (dict(layer_types=[SLIDING] * 32, sliding_window=None), "and sliding_window contradict"),
-        (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     ],
     "qwen2.5-7b": [
         (dict(layer_types=[SLIDING] * 28), "use_sliding_window and sliding_window do not"),
-        (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     ],
     "gpt-oss-20b": [
         (dict(swiglu_alpha=1.5), "swiglu_alpha 1.5 is not supported, 1.702 is"),
@@ -285,17 +266,12 @@ REFUSED_GEMMA = [
     (dict(num_kv_shared_layers=20), "num_kv_shared_layers 20 is not supported, 0 is"),
     (dict(hidden_size_per_layer_input=256), "hidden_size_per_layer_input 256 is not supported"),
     (dict(enable_moe_block=True), "enable_moe_block True is not supported"),
-    (dict(use_double_wide_mlp=True), "use_double_wide_mlp True is not supported"),
     (dict(use_bidirectional_attention="all"), "use_bidirectional_attention 'all'"),
     (dict(hidden_activation="silu"), "hidden_activation 'silu' is not supported"),
     (dict(layer_types=[SLIDING] * 60), "layer_types must end in full_attention"),
     (dict(rope_parameters={SLIDING: dict(rope_theta=1e4)}), "states no full_attention"),
     (dict(per_layer_config={"0": {"head_dim": 512}}), r"per_layer_config changes layers \['0'\]"),
     (dict(per_layer_config={"5": {"head_dim": 512}}), "must be the same for all full layers"),
-    (
-        dict(per_layer_config={"5": {"hidden_size": 9}}),
-        r"per_layer_config changes \['hidden_size'\]",
-    ),
     (dict(model_type="gemma3_text"), "model_type 'gemma3_text' is not supported"),
 ]
 ALL_REFUSED = [(name, *case) for name, cases in REFUSED.items() for case in cases]
@@ -328,7 +304,6 @@ def test_gemma_without_its_text_config_is_refused(tmp_path):
     [
         ("{", "not valid JSON"),
         ("[1]", "not a JSON object"),
-        ("[" * 9999, "not valid JSON"),
         ('{"eos_token_id": "</s>"}', "eos_token_id must be a token id|model_type None"),
         ('{"eos_token_id": [1, -2]}', "eos_token_id must be a token id|model_type None"),
     ],

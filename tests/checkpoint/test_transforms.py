@@ -71,22 +71,6 @@ def test_joined_scales_mean_what_their_parts_meant(num_cases):
     check()
 
 
-def test_stacked_scales_mean_what_their_parts_meant(num_cases):
-    @settings(EXAMPLES, max_examples=num_cases("tensors converted there and back", 60))
-    @given(scales(matrices=1), st.integers(1, 3), st.sampled_from([(), (2,)]))
-    def check(drawn, E, group):
-        (n,), columns, (part,) = drawn
-        count = E * (2 if group else 1)
-        parts = [part * np.float32(2**i) for i in range(count)]
-        joined = check_round_trip(StackScales(group, n, columns), parts)
-        values = np.ones((E, *group, n, columns), FP8)
-        each = formats.dequantize(values, joined, np.float32)
-        want = np.stack([spread(part, n, columns) for part in parts]).reshape(values.shape)
-        np.testing.assert_array_equal(each, want)
-
-    check()
-
-
 def test_scales_of_whole_blocks_stay_blocks_and_others_get_a_row_each():
     assert Scales((4096, 512, 512), 2048).shape([(32, 16), (4, 16), (4, 16)]) == (40, 16)
     assert Scales((256, 100), 300).shape([(2, 3), (1, 3)]) == (3, 3)

@@ -5,10 +5,8 @@ generated.
 import json
 import os
 
-import numpy as np
 import pytest
 
-from peagle_jax.checkpoint.safetensors import Checkpoint, write
 from peagle_jax.engine.device import memory
 
 PROMPT = "def f(x):"
@@ -31,12 +29,6 @@ def edit_config(folder, **changes) -> None:
     path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
 
 
-def drop_tensor(folder, name: str) -> None:
-    checkpoint = Checkpoint(folder)
-    kept = {n: np.array(checkpoint.read(n)) for n in checkpoint.names() if n != name}
-    write(folder / "model.safetensors", kept)
-
-
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
@@ -45,13 +37,10 @@ def drop_tensor(folder, name: str) -> None:
         (["x", ""], ["prompt 2", "empty"]),
         (["x", "--method", "magic"], ["--method", "magic"]),
         (["x", "-K", "33"], ["num_speculative_tokens=33", "32"]),
-        (["x", "-K", "-1"], ["num_speculative_tokens=-1"]),
         (["x", "-K", "3,7"], ["'3,7' must be a whole number"]),
         (["x", "--max-tokens", "0"], ["max_tokens=0"]),
         (["x", "--temperature", "nan"], ["temperature=nan"]),
         (["x", "--top-p", "0"], ["top_p=0.0"]),
-        (["x", "--top-k", "-2"], ["top_k=-2"]),
-        (["x", "--min-p", "2"], ["min_p=2.0"]),
         (["x", "--seed", "-1"], ["seed=-1"]),
         (["x", "--stop", ""], ["stop="]),
         (["x", "--logprobs", "-1"], ["logprobs=-1"]),
@@ -64,7 +53,6 @@ def drop_tensor(folder, name: str) -> None:
         ),
         (["x", "--concurrency", "0"], ["--concurrency 0"]),
         (["x", "--limit", "0"], ["--limit 0"]),
-        (["x", "--max-model-len", "0"], ["max_model_len=0"]),
         (["x", "--compare", "y"], ["--compare"]),
         (["--compare", ""], ["empty"]),
         (["--compare", "nowhere.jsonl"], ["nowhere.jsonl", "cannot be read"]),
@@ -86,18 +74,15 @@ def test_arguments_that_make_no_sense(generate, argv, parts):
         (b"[" * 100_000 + b"\n", [":1", "not JSON"]),
         (b"[1, 2]\n", [":1", "JSON object"]),
         (b'{"prompt": ""}\n', [":1", "empty"]),
-        (b'{"prompt": []}\n', [":1", "empty"]),
         (b'{"prompt": ["a"]}\n', [":1", "token ids"]),
         (b'{"prompt": "\\ud800"}\n', [":1", "Unicode"]),
         (b'{"text": "a"}\n', [":1", "'text'"]),
         (b'{"max_tokens": 3}\n', [":1", "no prompt"]),
-        (b'{"task_id": "HumanEval/0"}\n', [":1", "no prompt"]),
         (b'{"question_id": 81, "turns": []}\n', [":1", "no prompt"]),
         (b'{"prompt": "a", "max_tokens": "3"}\n', [":1", "max_tokens='3'", "whole number"]),
         (b'{"prompt": "a", "seed": true}\n', [":1", "seed=True"]),
         (b'{"prompt": "a", "stop": [3]}\n', [":1", "stop=[3]"]),
         (b'{"prompt": "a", "temperature": null}\n', [":1", "temperature=None"]),
-        (b'{"prompt": "a", "top_p": 7}\n', [":1", "top_p=7"]),
         (b"\xff\xfe\n", ["UTF-8"]),
         (b"\n", ["no prompts"]),
     ],
@@ -135,51 +120,21 @@ def test_a_wrong_constraint_is_refused_before_anything_is_printed(generate, fold
     refused(generate(PROMPT, *wrong), "the constraint of the output")
 
 
-def break_json(broken):
-    (broken.target / "config.json").write_text('{"model_type": ')
-
-
 def truncate(broken):
     path = broken.target / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def scramble(broken):
-    (broken.target / "model.safetensors").write_bytes(os.urandom(4096))
-
-
-def missing_mask_id(broken):
-    edit_config(broken.peagle, ptd_token_id=None)
-
-
 BREAKS = {
     "no folder": (lambda b: b.target.rename(b.target.with_name("gone")), ["target"]),
-    "no config": (lambda b: (b.target / "config.json").unlink(), ["no config.json"]),
-    "broken config": (break_json, ["config.json", "not valid JSON"]),
     "other family": (lambda b: edit_config(b.target, model_type="mamba"), ["mamba"]),
-    "no weights": (lambda b: (b.target / "model.safetensors").unlink(), ["safetensors"]),
     "truncated": (truncate, ["model.safetensors", "truncated"]),
-    "random bytes": (scramble, ["not a safetensors file"]),
-    "missing tensor": (lambda b: drop_tensor(b.target, "model.norm.weight"), ["model.norm.weight"]),
     "broken tokenizer": (lambda b: (b.target / "tokenizer.json").write_text("{}"), ["tokenizer"]),
-    "broken tokenizer config": (
-        lambda b: (b.target / "tokenizer_config.json").write_text("{"),
-        ["target"],
-    ),
-    "broken generation config": (
-        lambda b: (b.target / "generation_config.json").write_text("{"),
-        ["target"],
-    ),
     "no head": (lambda b: b.peagle.rename(b.peagle.with_name("gone")), ["peagle"]),
-    "wrong taps": (
-        lambda b: edit_config(b.peagle, eagle_aux_hidden_state_layer_ids=[0, 1, 9]),
-        ["does not fit", "taps"],
-    ),
-    "no mask id": (missing_mask_id, ["mask token id"]),
+    "no mask id": (lambda b: edit_config(b.peagle, ptd_token_id=None), ["mask token id"]),
 }
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("what", BREAKS)
 def test_broken_folders(generate, broken, what):
     damage, parts = BREAKS[what]

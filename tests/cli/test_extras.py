@@ -30,11 +30,13 @@ def test_the_engine_needs_no_extra_and_imports_nothing_that_few_need():
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
+@pytest.mark.slow
 def test_a_text_needs_no_extra():
     done = run("from peagle_jax.__main__ import main; sys.exit(main())", "x", "--max-tokens", "2")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("module", "extra", "arguments"),
     [

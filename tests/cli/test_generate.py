@@ -242,6 +242,7 @@ def test_an_interrupt_ends_with_130_and_no_traceback(folders):
     assert b"interrupted" in err
 
 
+@pytest.mark.slow
 def test_a_head_says_itself_how_it_is_run(generate, folders):
     where = ["--model", folders.target, "--drafter", folders.eagle3]
     code, out, _ = generate(PROMPT, *where, *SHORT, "--json", "--no-cache")

@@ -7,12 +7,8 @@ from flax import nnx
 
 from convert.__main__ import main
 from peagle_jax.__main__ import main as generate
-from peagle_jax.checkpoint import CheckpointError, load_head, load_target, target_config
 from peagle_jax.cli.model_folders import embedded
 from tests import programs
-from tests.convert.conftest import GOLDEN, target_of
-
-TARGETS = ("gemma4", "gpt_oss-bf16", "gpt_oss-mxfp4", "llama-fp8-tensor", "qwen3_moe-fp8")
 
 
 def same_weights(first: nnx.Module, second: nnx.Module) -> bool:
@@ -22,35 +18,6 @@ def same_weights(first: nnx.Module, second: nnx.Module) -> bool:
         a.dtype == b.dtype and np.array_equal(np.asarray(a), np.asarray(b))
         for (_, a), (_, b) in zip(*pairs, strict=True)
     )
-
-
-@pytest.mark.sampled(2, slow=2)
-@pytest.mark.parametrize("name", TARGETS)
-def test_a_target_has_the_same_weights(name, cli, tmp_path):
-    cli("convert", GOLDEN / name, tmp_path / "dst")
-    assert target_config(tmp_path / "dst") == target_config(GOLDEN / name)
-    models = [load_target(folder, dtype="bfloat16") for folder in (GOLDEN / name, tmp_path / "dst")]
-    assert same_weights(*models)
-
-
-@pytest.mark.parametrize("name", ["peagle-pruned", "eagle31"])
-def test_a_head_has_the_same_weights(name, cli, tmp_path):
-    target = target_config(target_of(name))
-    cli("convert", GOLDEN / name, tmp_path / "dst", "--target", target_of(name))
-    folders = (GOLDEN / name, tmp_path / "dst")
-    assert same_weights(*(load_head(folder, target, dtype="float32") for folder in folders))
-
-
-def test_a_folder_of_another_version_is_refused_by_its_parameter(cli, tmp_path):
-    cli("convert", GOLDEN / "llama", tmp_path / "dst")
-    manifest = tmp_path / "dst" / "manifest.json"
-    manifest.write_text(
-        manifest.read_text().replace('"transform":"concatenate"', '"transform":"x"')
-    )
-    with pytest.raises(
-        CheckpointError, match=r"layers\.0\.attention\.qkv\.weight is missing or was"
-    ):
-        load_target(tmp_path / "dst", dtype="float32")
 
 
 @pytest.mark.slow

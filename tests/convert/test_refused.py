@@ -14,7 +14,7 @@ from convert.plan import make_plan
 from convert.source import open_source
 from convert.writer import convert
 from peagle_jax.checkpoint import Checkpoint, CheckpointError
-from peagle_jax.checkpoint.safetensors import INDEX, write
+from peagle_jax.checkpoint.safetensors import write
 from peagle_jax.cli.model_folders import embedded
 from tests.convert.conftest import GOLDEN
 
@@ -33,71 +33,12 @@ def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def edit_header(path: Path, change) -> None:
-    """Changes a file's header in place; the tensors' bytes stay."""
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    change(header)
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
-
-
-def edit_index(folder: Path, change) -> None:
-    index = json.loads((folder / INDEX).read_text())
-    change(index["weight_map"])
-    (folder / INDEX).write_text(json.dumps(index))
-
-
 def truncate(folder: Path) -> None:
     os.truncate(shards(folder)[1], shards(folder)[1].stat().st_size - 1)
 
 
-def bad_header_length(folder: Path) -> None:
-    with shards(folder)[0].open("r+b") as file:
-        file.write((2**60).to_bytes(8, "little"))
-
-
-def unknown_dtype(folder: Path) -> None:
-    edit_header(shards(folder)[2], lambda header: header["model.norm.weight"].update(dtype="F7"))
-
-
-def wrong_dtype(folder: Path) -> None:
-    """Readable, but no number format for a norm."""
-    edit_header(shards(folder)[2], lambda header: header["model.norm.weight"].update(dtype="I16"))
-
-
 def missing_shard(folder: Path) -> None:
     shards(folder)[2].unlink()
-
-
-def index_names_a_missing_tensor(folder: Path) -> None:
-    edit_index(folder, lambda weights: weights.update({"model.extra": shards(folder)[0].name}))
-
-
-def duplicate_tensors(folder: Path) -> None:
-    first, second = (_names(path)[0] for path in shards(folder)[:2])
-
-    def rename(header):
-        header[first] = header.pop(second)
-
-    edit_header(shards(folder)[1], rename)
-
-
-def _names(path: Path) -> list[str]:
-    data = path.read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return [name for name in header if name != "__metadata__"]
-
-
-def path_out_of_the_folder(folder: Path) -> None:
-    shutil.copy(shards(folder)[0], folder.parent / "outside.safetensors")
-    edit_index(folder, lambda weights: weights.update({"lm_head.weight": "../outside.safetensors"}))
-
-
-def other_shape(folder: Path) -> None:
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"hidden_size": 128}))
 
 
 def no_config(folder: Path) -> None:
@@ -109,19 +50,11 @@ def unsupported_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(raw | {"model_type": "mamba"}))
 
 
-@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     ("spoil", "parts"),
     [
         (truncate, ["truncated", "model-00002-of-00003.safetensors"]),
-        (bad_header_length, ["not a safetensors file", "header length"]),
-        (unknown_dtype, ["model.norm.weight", "F7"]),
-        (wrong_dtype, ["model.norm.weight", "int16"]),
         (missing_shard, ["model-00003-of-00003.safetensors", "missing"]),
-        (index_names_a_missing_tensor, ["model.extra"]),
-        (duplicate_tensors, ["is also in model-00001-of-00003.safetensors"]),
-        (path_out_of_the_folder, ["../outside.safetensors", "not a file beside it"]),
-        (other_shape, ["shape", "config"]),
         (no_config, ["no config.json"]),
         (unsupported_model, ["mamba", "not supported"]),
     ],

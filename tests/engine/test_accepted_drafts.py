@@ -5,7 +5,6 @@ from dataclasses import replace
 from itertools import zip_longest
 
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -29,36 +28,6 @@ def fresh(num_draft: int = J, **fields) -> Request:
     """A request of one token that has prefilled and runs."""
     fields = dict(max_tokens=50, ignore_eos=True) | fields
     return make_request(0, [1], num_draft, **fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "kept", "accepted"),
-    [
-        (dict(), 5, 4),  # four drafts and the target's own token
-        (dict(max_tokens=2), 1, 1),
-        (dict(max_tokens=4), 3, 3),
-        (dict(max_tokens=5), 4, 4),  # all drafts, and not the token after them
-        (dict(max_tokens=6), 5, 4),
-        (dict(stop_ids=(8,)), 2, 2),
-        (dict(stop_ids=(11,)), 5, 4),
-        (dict(ignore_eos=False), 3, 3),
-        (dict(stop_checker=lambda output: "s" if output[-1] == 7 else None), 1, 1),
-    ],
-)
-def test_a_round_counts_the_drafts_that_became_output(fields, kept, accepted):
-    """Tokens [7, 8, EOS, 10, 11] of a round in which all four drafts pass the target."""
-    config = make_config(J=J, B=1, max_len=40, Z=4, P=None, T=8, R=1)
-    scheduler, request = Scheduler(config, eos_ids=[EOS]), fresh(**fields)
-    scheduler.add(request)
-    commit(scheduler, scheduler.schedule().prefills[0], [[6]], [1])
-    ((_, tokens),) = commit(scheduler, scheduler.schedule().decode, [[7, 8, EOS, 10, 11]], [5])
-    assert len(tokens) == kept
-    counts = Acceptance.of([request])
-    assert counts == scheduler.acceptance
-    by_position = tuple([1] * accepted + [0] * (J - accepted))
-    assert counts == Acceptance(1, kept, J, accepted, by_position, (1,) * J)
-    assert counts.length == kept == len(request.output) - 1
-    assert request.last_round == ([7, 8, EOS, 10], accepted, kept)
 
 
 def commit(scheduler: Scheduler, call, tokens: list, count: list) -> list:

@@ -69,6 +69,7 @@ def refuse(*operands, **rules):
     raise AssertionError("this process traces a program")
 
 
+@pytest.mark.slow
 def test_the_engine_loads_what_children_compiled_although_one_died(folder, monkeypatch):
     expected = engine(None).generate([PROMPT], PARAMS)[0].tokens
     loading, reported, done = engine(folder, dies_once), [], []
@@ -85,6 +86,7 @@ def test_the_engine_loads_what_children_compiled_although_one_died(folder, monke
     loading.compile_missing(report=refuse)  # nothing is missing
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("accept", "reason"),
     [

@@ -4,7 +4,6 @@ recompiling.
 
 import jax
 import jax.monitoring
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -17,20 +16,13 @@ from peagle_jax.text.tokenizer import Tokenizer
 from tests import programs, tiny
 from tests.eager import moved_by_jax
 from tests.programs import one_bucket
-from tests.tiny import causal_attention
 
 J, MAX_TOKENS, VOCAB = 3, 20, tiny.TARGET.vocab_size
 EOS_IDS = tuple(range(112, VOCAB))  # an eighth of the vocabulary: texts do end in a random model
 SIZES = dict(
-    num_draft=J,
-    max_num_seqs=4,
-    max_model_len=64,
-    page_size=4,
-    prefill_chunk=8,
-    prefill_rows=2,
-    max_waiting=6,
-    max_logprobs=3,
-)
+    num_draft=J, max_num_seqs=4, max_model_len=64, page_size=4, prefill_chunk=8, prefill_rows=2,
+    max_waiting=6, max_logprobs=3,
+)  # fmt: skip
 PROMPTS = [
     np.random.default_rng(i).integers(2, VOCAB, n).tolist()
     for i, n in enumerate((1, 5, 8, 9, 16, 23, 3, 30))
@@ -229,22 +221,9 @@ def test_a_refused_prompt_takes_the_others_of_its_call_with_it(engine):
     finish(engine)
 
 
-@pytest.fixture(scope="module")
-def full_forward(target):
-    """Log-probabilities of one whole text, recomputed without any cache: [64, V]."""
-    positions = jnp.arange(64)[None]
-    cache = [None] * target.config.num_layers
-    forward = jax.jit(
-        lambda tokens: jax.nn.log_softmax(
-            target.unembed(target(tokens, positions, cache, causal_attention)[0])
-        )
-    )
-    return lambda tokens: np.asarray(forward(np.array([tokens + [0] * (64 - len(tokens))]))[0])
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_logprobs_are_those_of_a_full_forward_with_and_without_speculation(
-    engine, plain, full_forward, temperature
+    engine, plain, target, temperature
 ):
     """They are of the model's own distribution: temperature and filters do not enter."""
     params = [
@@ -259,7 +238,9 @@ def test_logprobs_are_those_of_a_full_forward_with_and_without_speculation(
                 assert completion.logprobs is None
                 continue
             assert len(completion.logprobs) == len(completion.tokens) == 10
-            table = full_forward(completion.prompt + completion.tokens)
+            text = np.array([completion.prompt + completion.tokens])
+            padded = np.pad(text, ((0, 0), (0, 64 - text.size)))  # one program for all
+            table = np.asarray(jax.nn.log_softmax(tiny.logits(target, padded)[0]))
             for i, (token, got) in enumerate(
                 zip(completion.tokens, completion.logprobs, strict=True)
             ):
@@ -340,16 +321,12 @@ def mixed_workload(engine: Engine) -> None:
     requests: list[Request] = []
     for i in range(24):
         params = SamplingParams(
-            max_tokens=int(rng.integers(1, 9)),
-            temperature=float(rng.choice([0.0, 0.8])),
-            top_k=int(rng.choice([0, 5])),
-            top_p=float(rng.choice([1.0, 0.9])),
-            min_p=float(rng.choice([0.0, 0.1])),
-            logprobs=[None, 0, 3][i % 3],
-            num_speculative_tokens=[None, 0, min(2, engine.config.num_draft)][i % 3],
-            stop=("zz",),
+            max_tokens=int(rng.integers(1, 9)), temperature=float(rng.choice([0.0, 0.8])),
+            top_k=int(rng.choice([0, 5])), top_p=float(rng.choice([1.0, 0.9])),
+            min_p=float(rng.choice([0.0, 0.1])), logprobs=[None, 0, 3][i % 3],
+            num_speculative_tokens=[None, 0, min(2, engine.config.num_draft)][i % 3], stop=("zz",),
             presence_penalty=[0.0, 0.5][i % 2],
-        )
+        )  # fmt: skip
         requests.append(engine.add_request(PROMPTS[i % 8], params))
         for _ in range(rng.integers(0, 4) if engine.scheduler.num_waiting < 5 else 8):
             engine.step()
@@ -359,7 +336,7 @@ def mixed_workload(engine: Engine) -> None:
     assert all(request.is_finished for request in requests)
 
 
-@pytest.mark.sampled(1, slow=0)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("kind", ["peagle", "none"])
 def test_nothing_compiles_after_warm_up(kind, target, tokenizer):
     head = None if kind == "none" else tiny.head()

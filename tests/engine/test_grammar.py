@@ -13,8 +13,7 @@ from tokenizers import Tokenizer as Backend
 from peagle_jax import ConfigError
 from peagle_jax.cli.model_folders import ASSETS
 from peagle_jax.engine.structured import grammar, mask_threads
-from peagle_jax.engine.structured.grammar import ALL, Grammars, Matcher, masks_of
-from peagle_jax.method.plan import mask_words
+from peagle_jax.engine.structured.grammar import Grammars, Matcher, masks_of
 from peagle_jax.structured import Structured
 from peagle_jax.text.tokenizer import Tokenizer
 
@@ -123,16 +122,6 @@ def test_the_rows_of_a_window_are_those_of_its_drafts_one_by_one(plain, num_case
     assert broken > 0
 
 
-def test_unconstrained_rows_allow_everything(plain):
-    matcher = grammars(plain).compile(Structured.json_object())
-    masks = masks_of([(None, [5, 6]), (matcher, [5, 6]), (None, [])], size=4, height=3)
-    assert masks.shape == (4, 3, mask_words(size_of(plain)))
-    assert masks_of([(None, [5, 6])], size=4, height=3) is None
-    assert (masks[[0, 2, 3]] == ALL).all()
-    assert bits_of(masks[1])[0].sum() < 10
-    assert (masks[1, 1:] == ALL).all()  # behind a forbidden draft
-
-
 def write(matcher: Matcher, rng: random.Random, size: int, eos: int, most: int) -> list[int]:
     """A random text of a grammar; it ends where the grammar allows an end and chance wants it."""
     tokens = []
@@ -177,51 +166,6 @@ def test_every_kind_of_constraint_gives_texts_that_obey_it(plain, structured, ch
             ended += 1
             assert check(plain.decode(tokens)), plain.decode(tokens)
     assert ended
-
-
-def test_a_complete_text_allows_only_its_end_however_often(plain):
-    matcher = grammars(plain, eos_ids=(0, 7)).compile(Structured.choice(["yes"]))
-    matcher.consume(plain.encode("yes", special=False))
-    assert matcher.is_complete
-    for _ in range(3):
-        assert np.flatnonzero(allowed_by(matcher, [], size_of(plain))[0]).tolist() == [0, 7]
-        matcher.consume([7])
-        assert matcher.error is None
-
-
-def test_forced_tokens_are_the_only_ones(plain):
-    matcher = grammars(plain).compile(Structured.choice(["one fine day", "one fine night"]))
-    forced = matcher.forced(9)
-    assert forced
-    assert matcher.forced(1) == forced[:1]
-    assert matcher.forced(0) == []
-    for row, token in zip(allowed_by(matcher, forced, size_of(plain)), forced, strict=False):
-        assert row[token]
-
-
-def test_the_end_of_reasoning_lies_within_a_window(thinking):
-    compiler = grammars(thinking)
-    begin, end = (thinking.added[name] for name in ("<think>", "</think>"))
-    answer = thinking.encode('{"name"', special=False)
-    size = size_of(thinking)
-    for reasoning, opening in (("open", []), ("optional", [begin])):
-        structured = Structured.json_schema(PERSON)
-        matcher = compiler.compile(Structured(structured.kind, structured.text, reasoning))
-        matcher.consume([*opening, *thinking.encode("It is {", special=False)])
-        rows = allowed_by(matcher, [*thinking.encode(" me", special=False), end, *answer], size)
-        counts = rows.sum(axis=1)
-        assert (counts[: -len(answer) - 1] > 8000).all(), "reasoning is free"
-        assert not rows[:-1, 0].any(), "it does not end the text"
-        assert (counts[-len(answer) - 1 :] < 100).all(), "the answer is not"
-        matcher.consume(
-            [*thinking.encode(" me", special=False), end, *thinking.encode("\n\n", special=False)]
-        )
-        assert matcher.error is None
-        matcher.consume(thinking.encode('{"name": "A", "age": 1}', special=False))
-        assert matcher.is_complete
-    matcher = compiler.compile(Structured("json_schema", json.dumps(PERSON), "optional"))
-    matcher.consume(answer)
-    assert matcher.error is None, "reasoning may be left out"
 
 
 def test_harmony_constrains_the_final_message(harmony):

@@ -15,6 +15,7 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.device.program import GreedyRound, Prefill, Round
 from peagle_jax.engine.host.calls import RoundShape
 from tests import programs, tiny
+from tests.programs import small_engine
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -48,10 +49,8 @@ def plain_texts() -> list[list[int]]:
     return texts(engine, [GREEDY] * 4)
 
 
-def ready(greedy_rounds: bool) -> Engine:
-    engine = Engine(
-        tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), config(greedy_rounds)
-    )
+def ready(config: EngineConfig) -> Engine:
+    engine = small_engine(config)
     engine.warm_up()
     return engine
 
@@ -71,17 +70,17 @@ def watched(engine: Engine) -> list:
 @pytest.mark.parametrize("other", NEEDS_BRANCH)
 def test_the_text_of_a_greedy_request_does_not_depend_on_the_program(other):
     params = [GREEDY, NEEDS_BRANCH[other], GREEDY, GREEDY]
-    engine = ready(True)
+    engine = ready(config(True))
     ran = watched(engine)
-    assert texts(engine, params) == texts(ready(False), params)
+    assert texts(engine, params) == texts(ready(config(False)), params)
     rounds = [call for call in ran if not isinstance(call, Prefill)]
     with_branch = [call for call in rounds if not isinstance(call, GreedyRound)]
     assert 0 < len(with_branch) < len(rounds)  # the other request ends before the greedy ones
 
 
+@pytest.mark.slow
 def test_greedy_requests_alone_run_no_branch(plain_texts):
-    engine = Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), ONE_BUCKET)
-    engine.warm_up()
+    engine = ready(ONE_BUCKET)
     ran = watched(engine)
     assert texts(engine, [GREEDY] * 4) == plain_texts
     assert {call for call in ran if not isinstance(call, Prefill)} == {
@@ -90,11 +89,7 @@ def test_greedy_requests_alone_run_no_branch(plain_texts):
 
 
 def test_greedy_rounds_compile_after_the_first_round_of_each_batch_size():
-    engine = Engine(
-        tiny.target(**tiny.ONE_LAYER),
-        tiny.head(**tiny.HEAD_OF_ONE_LAYER),
-        config(True, adaptive="load"),
-    )
+    engine = small_engine(config(True, adaptive="load"))
     shapes = engine.programs.shapes
     first, others = tuple(map(Round, shapes[:2])), tuple(map(Round, shapes[2:]))
     assert engine.programs.rounds_of_any == (*first, *map(GreedyRound, shapes[:2]), *others)
@@ -107,10 +102,7 @@ def test_texts_survive_any_sequence_of_both_programs(rounds_per_call, num_cases)
     most rounds.
     """
     sizes = dict(num_pages=13, prefix_caching=False, rounds_per_call=rounds_per_call)
-    engine = Engine(
-        tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), config(True, **sizes)
-    )
-    engine.warm_up()
+    engine = ready(config(True, **sizes))
     kinds = (GREEDY, STOPS, *NEEDS_BRANCH.values())
     jobs = [(p, params) for p in PROMPTS for params in kinds]
     plain = Engine(tiny.target(**tiny.ONE_LAYER), None, config(False, num_draft=0))
@@ -140,10 +132,7 @@ def test_texts_survive_any_sequence_of_both_programs(rounds_per_call, num_cases)
 
 @pytest.mark.slow
 def test_every_round_of_a_call_is_reported_on_its_own(plain_texts):
-    engine = Engine(
-        tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), CALLS_OF_THREE
-    )
-    engine.warm_up()
+    engine = ready(CALLS_OF_THREE)
     seen = []
     note = lambda request, tokens: seen.append((request.id, request.last_round, tokens))
     done = engine.generate(PROMPTS, GREEDY, on_update=note)
@@ -158,10 +147,7 @@ def test_every_round_of_a_call_is_reported_on_its_own(plain_texts):
 
 @pytest.mark.slow
 def test_a_request_may_be_aborted_between_two_rounds_of_a_call(plain_texts):
-    engine = Engine(
-        tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), CALLS_OF_THREE
-    )
-    engine.warm_up()
+    engine = ready(CALLS_OF_THREE)
     aborted, other = (engine.add_request(prompt, GREEDY) for prompt in PROMPTS[:2])
     seen = Counter()
 
@@ -179,13 +165,12 @@ def test_a_request_may_be_aborted_between_two_rounds_of_a_call(plain_texts):
     assert other.output == plain_texts[1]
 
 
+@pytest.mark.slow
 def test_a_program_that_is_ready_late_takes_over_between_two_calls():
     """A planned call is used again for many rounds, but not by a program that runs more of them."""
     texts = []
     for is_late in (False, True):
-        engine = Engine(
-            tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), CALLS_OF_THREE
-        )
+        engine = small_engine(CALLS_OF_THREE)
         engine.warm_up(sizes=[2])
         request = engine.add_request([5, 6, 7], SamplingParams(max_tokens=60, ignore_eos=True))
         for _ in range(5):
@@ -199,10 +184,7 @@ def test_a_program_that_is_ready_late_takes_over_between_two_calls():
 
 
 def test_the_time_of_a_call_is_divided_by_its_rounds(monkeypatch):
-    engine = Engine(
-        tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), CALLS_OF_THREE
-    )
-    engine.warm_up()
+    engine = ready(CALLS_OF_THREE)
     clock = iter(range(0, 9999, 6))
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     params = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -212,10 +194,7 @@ def test_the_time_of_a_call_is_divided_by_its_rounds(monkeypatch):
 
 
 def test_a_request_that_ends_in_a_call_of_several_rounds_makes_room_for_one(monkeypatch):
-    engine = Engine(
-        tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), CALLS_OF_THREE
-    )
-    engine.warm_up()
+    engine = ready(CALLS_OF_THREE)
     active, finished = [], []
     step = engine.step
     monkeypatch.setattr(

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle_jax.engine.host import k_by_load
 from peagle_jax.engine.host.calls import RoundShape
 from peagle_jax.engine.host.k_by_load import (
     DECIDE_EVERY,
@@ -15,7 +14,7 @@ from peagle_jax.engine.host.k_by_load import (
 )
 from peagle_jax.engine.host.request import Request
 from peagle_jax.engine.host.round_times import RoundTimes
-from tests.engine.fake_engine import FakeEngine, check_finished, make_config, make_request
+from tests.engine.fake_engine import make_request
 
 J = 7
 DRAFTS = (0, 1, 3, 5, 7)
@@ -173,38 +172,3 @@ def test_the_choice_comes_within_two_percent_of_the_best_k(size, idle, num_cases
         assert sum(tokens[k] for k in chosen[300:]) / spent > 0.98 * fastest
         final = driven.policy.present(size)
         assert tokens[final] / real[final] > 0.98 * fastest
-
-
-@pytest.mark.sampled(1, slow=1)
-@pytest.mark.parametrize("lag", [0, 1])
-def test_texts_and_counts_are_right_while_k_follows_changing_times(lag, monkeypatch, num_cases):
-    monkeypatch.setattr(k_by_load.LoadPolicy, "decide_every", 1)
-
-    class Changing(RoundTimes):
-        def seconds(self, size, drafts):
-            return {k: rng.random() for k in drafts}
-
-    config = make_config(J=5, B=6, max_len=48, Z=4, P=20, T=7, R=1)
-    seen: set[int] = set()
-    for seed in range(num_cases("scheduler runs with changing K", 4)):
-        rng = random.Random(seed)
-        engine = FakeEngine(config, lag=lag, seed=seed)
-        scheduler = engine.scheduler
-        scheduler.policy = LoadPolicy(5, Changing())
-        scheduler.rounds = dict.fromkeys(config.batch_buckets, (0, 1, 3, 5))
-        requests = []
-        for _ in range(400):
-            if rng.random() < 0.4 and scheduler.num_waiting < config.max_waiting:
-                prompt = [rng.randrange(60) for _ in range(rng.randint(1, 8))]
-                limit = rng.choice([5, 5, 0, 2])
-                requests.append(engine.add(prompt, limit, max_tokens=rng.randint(1, 40)))
-            calls = engine.dispatch()
-            if calls.decode is not None:
-                seen.add(calls.decode.num_draft)
-            while len(engine.in_flight) > lag:
-                engine.commit()
-        engine.drain()
-        for request in requests:
-            check_finished(request, engine)
-        assert scheduler.policy.num_changes > 10
-    assert seen == {0, 1, 3, 5}

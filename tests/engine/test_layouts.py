@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.layout import Format, Layout
 
-from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax import EngineConfig, SamplingParams
 from peagle_jax.engine.device import layouts
 from peagle_jax.engine.host.calls import RoundShape
-from tests import tiny
+from tests.programs import small_engine
 
 
 def by_columns(x: jax.Array) -> jax.Array:
@@ -61,15 +61,10 @@ def test_an_engine_whose_weights_moved_writes_the_same_text(warms_up, request):
 
     def text() -> list:
         config = EngineConfig(
-            num_draft=2,
-            max_num_seqs=2,
-            max_model_len=64,
-            page_size=8,
-            prefill_chunk=16,
-            batch_sizes=(2,),
-            dtype="float32",
-        )
-        engine = Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), config)
+            num_draft=2, max_num_seqs=2, max_model_len=64, page_size=8, prefill_chunk=16,
+            batch_sizes=(2,), dtype="float32",
+        )  # fmt: skip
+        engine = small_engine(config)
         if warms_up:
             reported = []
             engine.warm_up(lambda: reported.append(1))

@@ -96,7 +96,7 @@ def test_a_follower_without_memory_is_not_overtaken():
 @pytest.mark.parametrize(("size", "computes"), [(70, 70 + 7 * (70 - 68)), (64, 8 * 64)])
 def test_answers_of_one_prompt_share_a_prefill_of_one_chunk(size, computes):
     """The last token of a prompt is computed for each; short prompts are not worth a call."""
-    engine = FakeEngine(make_config(J=2, B=8, max_len=96, R=8, N=None, Z=Z, P=None, T=128))
+    engine = FakeEngine(make_config(J=2, B=8, max_len=96, R=8, Z=Z, P=None, T=128))
     prompt = [(3 * i) % 50 for i in range(size)]
     requests = [engine.add(prompt, max_tokens=3, ignore_eos=True) for _ in range(8)]
     assert drain(engine) == computes

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax import Engine, SamplingParams
 from peagle_jax.engine.device import transfer
-from tests import tiny
-from tests.programs import OneBucketConfig
+from tests.programs import OneBucketConfig, small_engine
 
 pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
@@ -16,13 +15,9 @@ PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[7, 9, 11, 60], [3, 4, 7], [21]]
 
 
-def new_engine(config: EngineConfig) -> Engine:
-    return Engine(tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER), config)
-
-
 @pytest.fixture(scope="module")
 def wanted() -> list[list[int]]:
-    return [one.tokens for one in new_engine(CONFIG).generate(PROMPTS, PARAMS)]
+    return [one.tokens for one in small_engine(CONFIG).generate(PROMPTS, PARAMS)]
 
 
 def finish(engine: Engine, on_update=lambda request, tokens: None) -> None:
@@ -33,11 +28,11 @@ def finish(engine: Engine, on_update=lambda request, tokens: None) -> None:
     raise AssertionError("the engine does not come to an end")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rounds_per_call", [1, 3])
 @pytest.mark.parametrize("raises_at", [0, 1, 4, 7])
 def test_what_a_listener_raises_comes_after_the_commit(wanted, rounds_per_call, raises_at):
-    engine = new_engine(replace(CONFIG, rounds_per_call=rounds_per_call))
+    engine = small_engine(replace(CONFIG, rounds_per_call=rounds_per_call))
     requests, calls = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS], []
 
     def listen(request, tokens):
@@ -54,7 +49,7 @@ def test_what_a_listener_raises_comes_after_the_commit(wanted, rounds_per_call, 
 
 
 def test_requests_of_others_survive_a_call_of_generate_that_fails(wanted):
-    engine = new_engine(CONFIG)
+    engine = small_engine(CONFIG)
     mine = engine.add_request(PROMPTS[0], PARAMS)
 
     def listen(request, tokens):
@@ -68,7 +63,7 @@ def test_requests_of_others_survive_a_call_of_generate_that_fails(wanted):
 
 
 def test_an_interrupt_while_a_result_is_awaited_loses_nothing(wanted, monkeypatch):
-    engine = new_engine(CONFIG)
+    engine = small_engine(CONFIG)
     requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
     engine.step()
     engine.step()
@@ -84,7 +79,7 @@ def test_an_interrupt_while_a_result_is_awaited_loses_nothing(wanted, monkeypatc
 @pytest.mark.parametrize("name", ["round", "prefill", "upload", "schedule"])
 def test_calls_that_cannot_be_dispatched_end_their_requests(wanted, monkeypatch, name):
     """Nothing of them stays: neither their pages, nor what was said of the device's plan."""
-    engine = new_engine(replace(CONFIG, prefill_chunk=2))
+    engine = small_engine(replace(CONFIG, prefill_chunk=2))
     engine.scheduler.idle_prefills = 1
     [one] = engine.generate([[5, 8, 13]], PARAMS)
     requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
@@ -107,9 +102,10 @@ def test_calls_that_cannot_be_dispatched_end_their_requests(wanted, monkeypatch,
     assert engine.generate([[5, 8, 13]], PARAMS)[0].tokens == one.tokens
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_not_uploaded_is_not_taken_for_the_devices(monkeypatch):
     """With one slot the same request has the same plan again."""
-    engine = new_engine(replace(CONFIG, max_num_seqs=1))
+    engine = small_engine(replace(CONFIG, max_num_seqs=1))
     first, second = (engine.generate([prompt], PARAMS)[0].tokens for prompt in PROMPTS[:2])
     assert first != second
     engine.flush_prefix_cache()

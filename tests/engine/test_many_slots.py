@@ -8,6 +8,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from peagle_jax import Engine, SamplingParams
 from peagle_jax.method.drafter import Proposal
@@ -16,15 +17,9 @@ from tests.programs import OneBucketConfig, one_bucket
 
 SLOTS, REQUESTS, LONGEST = 256, 2000, 32
 CONFIG = OneBucketConfig(
-    num_draft=2,
-    max_num_seqs=SLOTS,
-    max_model_len=64,
-    page_size=4,
-    prefill_chunk=16,
-    prefill_rows=64,
-    num_pages=1200,
-    rounds_per_call=4,
-)
+    num_draft=2, max_num_seqs=SLOTS, max_model_len=64, page_size=4, prefill_chunk=16,
+    prefill_rows=64, num_pages=1200, rounds_per_call=4,
+)  # fmt: skip
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +45,7 @@ def followers(texts: list[list[int]]) -> Followers:
     return Followers(jnp.asarray(table), CONFIG.num_draft)
 
 
+@pytest.mark.slow
 def test_every_text_of_many_slots_equals_its_solo_run():
     """Requests come in bursts, 15 % are aborted in their course, and pages are too few for all
     slots.

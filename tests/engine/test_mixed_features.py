@@ -4,7 +4,9 @@ batch keep every text.
 
 import random
 from collections import Counter
+from dataclasses import dataclass, field
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,24 +15,19 @@ from bench.oracle import RandomTimes
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.device import round_shapes
 from peagle_jax.engine.host import k_by_load
+from peagle_jax.method.drafter import Proposal
+from peagle_jax.method.sampling import draft_keys, sample_rows
 from peagle_jax.structured import Structured
 from tests import tiny
 from tests.json_vocabulary import END, json_tokenizer
 from tests.programs import OneBucketConfig
-from tests.test_adaptive_rounds import UniformDrafter
 from tests.test_losslessness import OracleDrafter
 
 J, MAX_TOKENS = 4, 24
 SIZES = dict(
-    max_num_seqs=5,
-    max_model_len=80,
-    page_size=4,
-    prefill_chunk=8,
-    prefill_rows=2,
-    max_logprobs=2,
-    prompt_logprobs=True,
-    max_waiting=999,
-)
+    max_num_seqs=5, max_model_len=80, page_size=4, prefill_chunk=8, prefill_rows=2, max_logprobs=2,
+    prompt_logprobs=True, max_waiting=999,
+)  # fmt: skip
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", None]}},
@@ -46,6 +43,25 @@ FEATURES = (
     dict(structured=Structured.json_schema(SCHEMA), frequency_penalty=1.0),
     dict(logprobs=2, prompt_logprobs=1),
 )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class UniformDrafter:
+    """Draws every draft from the uniform distribution: drafts for one position of a
+    text are equal.
+    """
+
+    num_draft: int = field(metadata=dict(static=True))
+
+    def propose(self, target, inputs, cache):
+        positions = (inputs.start + inputs.num_real)[:, None] + 1 + jnp.arange(self.num_draft)
+        q = jnp.full((*positions.shape, target.config.vocab_size), 1 / target.config.vocab_size)
+        keys = draft_keys(inputs.keys, positions, jnp.zeros_like(inputs.start))
+        return Proposal(sample_rows(q, keys), q), cache
+
+    def absorb(self, target, inputs, cache):
+        return cache
 
 
 @pytest.mark.sampled(0, slow=1)

@@ -41,6 +41,7 @@ def completions(engine: Engine) -> list[tuple]:
     return [(one.tokens, one.rounds, one.accepted_per_position, one.cached) for one in done]
 
 
+@pytest.mark.slow
 def test_taps_and_cache_are_those_of_a_head():
     target, head = tiny.target(), tiny.head()
     drafter = make_drafter(head, CONFIG.num_draft, "argmax")
@@ -58,7 +59,7 @@ def test_taps_and_cache_are_those_of_a_head():
         assert len(jnp.unique(found[0])) > 4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("token", [-7, 127, 128, 2**31 - 1])
 def test_no_draft_changes_a_text(token):
     """Ids that the vocabulary lacks too."""

@@ -87,34 +87,6 @@ def test_a_long_prompt_takes_a_long_chunk_unless_others_wait(remaining, shape):
     assert choose_shape(shapes, remaining, may_be_long=False) == choose_shape(SHAPES, remaining)
 
 
-@pytest.mark.slow
-def test_no_request_waits_for_a_long_chunk():
-    """Beside a request that decodes a long prompt has chunks of the usual size, and the text is the
-    same.
-    """
-    rng = np.random.default_rng(5)
-    short, long = (rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in (5, 100))
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
-    engine = Engine(target(), head(), CONFIG)
-    engine.warm_up()
-    found = shapes_of(engine)
-    (alone,) = engine.generate([long], params)
-    assert found == [LONG]
-    engine = Engine(target(), head(), dataclasses.replace(CONFIG, prefix_caching=False))
-    engine.warm_up()
-    found = shapes_of(engine)
-    engine.add_request(short, dataclasses.replace(params, max_tokens=100))
-    while not any(r.output for r in engine.scheduler.active):
-        engine.step()
-    found.clear()
-    beside = engine.add_request(long, params)
-    while not beside.is_finished:
-        engine.step()
-    assert LONG not in found
-    assert len(found) == 2
-    assert beside.output == alone.tokens
-
-
 def test_sliding_windows_have_no_long_chunks():
     """A window's ring holds the rows of a call of `prefill_chunk` tokens and no more."""
     windowed = tiny.target(sliding_windows=(6, None, 6))
@@ -138,6 +110,7 @@ def shapes_of(engine: Engine) -> list[PrefillShape]:
     return found
 
 
+@pytest.mark.slow
 def test_output_does_not_depend_on_the_shapes_of_calls():
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in (3, 40, 90, 16, 5, 70)]

@@ -10,19 +10,12 @@ from peagle_jax.engine.host.request import RequestState
 from peagle_jax.method.prompt_scores import BLOCK, score_prompt
 from tests import tiny
 from tests.programs import one_bucket
-from tests.tiny import causal_attention
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 CONFIG = EngineConfig(
-    num_draft=3,
-    max_num_seqs=4,
-    max_model_len=96,
-    page_size=8,
-    prefill_chunk=16,
-    prefill_rows=2,
-    max_logprobs=3,
-    prompt_logprobs=True,
-)
+    num_draft=3, max_num_seqs=4, max_model_len=96, page_size=8, prefill_chunk=16, prefill_rows=2,
+    max_logprobs=3, prompt_logprobs=True,
+)  # fmt: skip
 rng = np.random.default_rng(7)
 PROMPTS = [rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in (1, 2, 16, 17, 41)]
 
@@ -40,19 +33,10 @@ def engine(target) -> Engine:
 @pytest.fixture(scope="module")
 def reference(target) -> list[np.ndarray]:
     """Log-probabilities [n, V] of the token after each token of a prompt."""
-    length = max(map(len, PROMPTS))
-    cache = [None] * target.config.num_layers
-
-    @jax.jit
-    def forward(tokens):
-        where = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-        hidden = target(tokens, where, cache, causal_attention)[0]
-        return jax.nn.log_softmax(target.unembed(hidden), axis=-1)
-
-    rows = np.zeros((len(PROMPTS), length), np.int32)
+    rows = np.zeros((len(PROMPTS), max(map(len, PROMPTS))), np.int32)
     for row, prompt in zip(rows, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
-    logprobs = np.asarray(forward(rows))
+    logprobs = np.asarray(jax.nn.log_softmax(tiny.logits(target, rows)))
     return [logprobs[row, : len(prompt)] for row, prompt in enumerate(PROMPTS)]
 
 

@@ -6,10 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from peagle_jax.engine.host.prefixes import PrefixCache
 from peagle_jax.engine.host.request import Request, RequestState
 from peagle_jax.engine.host.scheduler import QueueFull, Scheduler
-from peagle_jax.engine.host.slots import Reach
 from tests.engine.fake_engine import (
     EOS,
     FakeEngine,
@@ -114,47 +112,6 @@ def check_variety(name: str, engine: FakeEngine, requests: list[Request]) -> Non
     assert engine.num_refused or not engine.config.num_draft
 
 
-def without_the_next_token(patch: pytest.MonkeyPatch):
-    keys = Request.page_keys
-    cut = lambda request, size, count: [key[:-4] for key in keys(request, size, count)]
-    patch.setattr(Request, "page_keys", cut)
-
-
-def one_page_too_early(patch: pytest.MonkeyPatch):
-    publish = PrefixCache.publish
-    early = lambda cache, request, final: publish(cache, request, final + request.num_draft + 4)
-    patch.setattr(PrefixCache, "publish", early)
-
-
-def rings_of_any_reach(patch: pytest.MonkeyPatch):
-    reusable = Reach.reusable
-    written = lambda reach, content, chain: reusable(reach, content._replace(written=0), chain)
-    patch.setattr(Reach, "reusable", written)
-
-
-def forgotten_copies(patch: pytest.MonkeyPatch):
-    patch.setattr(PrefixCache, "restores", lambda cache, active: ())
-
-
-@pytest.mark.parametrize(
-    ("name", "break_it", "message"),
-    [
-        ("plain", without_the_next_token, "the drafter's keys are of other tokens"),
-        ("tiny pool", without_the_next_token, "the drafter's keys are of other tokens"),
-        ("long drafts", one_page_too_early, "published a page beyond its committed tokens"),
-        ("windows", rings_of_any_reach, "a window"),
-        ("plain with a window", rings_of_any_reach, "a window"),
-        ("saved windows", rings_of_any_reach, "a window"),
-        ("saved windows", forgotten_copies, "a window"),
-        ("one saved window", forgotten_copies, "a window"),
-    ],
-)
-def test_a_broken_prefix_cache_is_noticed(monkeypatch, name, break_it, message):
-    break_it(monkeypatch)
-    with pytest.raises(AssertionError, match=message):
-        run_random(name, seed=0, lag=1, num_rounds=2000)
-
-
 def test_long_prompts_go_chunk_by_chunk_and_decode_after_the_last_one():
     config = make_config(J=2, B=3, max_len=32, Z=4, P=None, T=4, R=2)
     scheduler = Scheduler(config, eos_ids=[])
@@ -198,21 +155,6 @@ def test_long_prompts_go_chunk_by_chunk_and_decode_after_the_last_one():
     assert decode.slots.dtype == decode.page_table.dtype == np.int32
     assert decode.page_table.shape == (1, config.pages_per_seq)
     assert (request.in_flight, request.rounds_in_flight) == (2, 1)
-
-
-def test_several_calls_take_a_prompt_to_its_end_and_the_next_ones_in():
-    scheduler = Scheduler(make_config(J=2, B=3, max_len=32, Z=4, P=None, T=4, R=1), eos_ids=[])
-    scheduler.idle_prefills = 3
-    long, *short = (make_request(i, [7] * n, 1, max_tokens=8) for i, n in enumerate((6, 3, 4, 2)))
-    for request in (long, *short):
-        scheduler.add(request)
-    plan = scheduler.schedule()
-    assert plan.decode is None
-    calls = [(call.requests, *call.plan.start, *call.plan.count) for call in plan.prefills]
-    assert calls == [((long,), 0, 4), ((long,), 4, 2), ((short[0],), 0, 3)]
-    plan = scheduler.schedule()
-    assert plan.decode.requests == (long, short[0])
-    assert [call.requests for call in plan.prefills] == [(short[1],)]  # there are three slots
 
 
 @pytest.mark.parametrize(("lag", "num_draft"), [(0, 0), (1, 0), (0, 3), (1, 3)])
@@ -310,15 +252,3 @@ def test_surplus_pages_return_at_commit_if_less_than_a_quarter_of_the_pool_is_fr
         engine.commit()
         engine.commit()
         assert len(request.pages) == request.committed + 8
-
-
-def test_a_full_queue_and_a_request_of_old_are_refused():
-    engine = FakeEngine(make_config(J=2, B=2, max_len=16, Z=4, P=None, T=64, R=1))
-    request = engine.add([1] * 15)
-    for _ in range(4):  # two slots and three places
-        engine.add([1])
-    with pytest.raises(QueueFull):
-        engine.add([1])
-    engine.drain()
-    with pytest.raises(ValueError, match="added before"):
-        engine.scheduler.add(request)

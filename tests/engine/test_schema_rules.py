@@ -126,15 +126,6 @@ TOO_MANY = {
         "#/items",
     ),
     "alternatives": ({"anyOf": [named(300), named(300, "q")]}, "#"),
-    "parts": (
-        {
-            "allOf": [
-                named(300, additionalProperties=True),
-                named(300, "q", additionalProperties=True),
-            ]
-        },
-        "#",
-    ),
     "a reference": (
         {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": named(520)}},
         "#/properties/a",

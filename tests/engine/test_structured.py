@@ -11,26 +11,17 @@ import numpy as np
 import pytest
 
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
-from peagle_jax.cli.loading import load_weights
 from peagle_jax.engine.host.request import Request
 from peagle_jax.structured import Structured
 from peagle_jax.text.tokenizer import Tokenizer
 from tests import tiny
-from tests.json_schema_suite import CHECKABLE
 from tests.json_vocabulary import BEGIN_THINK, END, END_THINK, json_tokenizer
 from tests.programs import one_bucket
-from tests.schemas import random_schema
 
 SIZES = dict(
-    num_draft=7,
-    max_num_seqs=4,
-    max_model_len=160,
-    page_size=4,
-    prefill_chunk=16,
-    prefill_rows=2,
-    max_waiting=999,
-    max_logprobs=3,
-)
+    num_draft=7, max_num_seqs=4, max_model_len=160, page_size=4, prefill_chunk=16, prefill_rows=2,
+    max_waiting=999, max_logprobs=3,
+)  # fmt: skip
 NUM_PAGES = 45  # little more than one longest request: the younger are preempted
 PROMPTS = [
     np.random.default_rng(i).integers(0, 95, n).tolist() for i, n in enumerate((1, 5, 40, 70))
@@ -249,72 +240,3 @@ def test_constraints_need_a_tokenizer():
     with pytest.raises(ConfigError) as caught:
         engine.add_request([1, 2], constrained(SCHEMAS[0]))
     assert caught.value.field == "structured"
-
-
-@pytest.mark.parametrize(
-    ("num_draft", "number"),
-    [
-        pytest.param(7, 10, marks=pytest.mark.slow),
-        *[
-            pytest.param(K, 200, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)])
-            for K in (0, 3, 7)
-        ],
-    ],
-)
-def test_the_embedded_model_obeys_random_schemas(num_draft, number, num_cases):
-    """Each greedily and sampled, in a pool that preempts, with aborts and free neighbours.
-
-    The schemas are generated over the keywords of the JSON Schema test suite that llguidance
-    enforces.
-    """
-    number = num_cases("random schemas", number)
-    schemas = [random_schema(random.Random(i // 2)) for i in range(2 * number)]
-    target, head, tokenizer = load_weights(None, None, method="peagle", dtype="float32")
-    config = EngineConfig(
-        num_draft=num_draft,
-        max_num_seqs=8,
-        max_model_len=256,
-        page_size=8,
-        num_pages=36,
-        prefill_chunk=32,
-        prefill_rows=4,
-    )
-    engine = one_bucket(Engine(target, head, config, tokenizer=tokenizer))
-    prompts = ["value = ", "data = json.loads(", "def f():\n    return "]
-    params = [
-        constrained(schema, max_tokens=150, temperature=i % 2, seed=i)
-        for i, schema in enumerate(schemas)
-    ]
-    free = SamplingParams(max_tokens=60)
-    requests = []
-    for i, one in enumerate(params):
-        requests.append(engine.add_request(prompts[i % 3], one))
-        if i % 8 == 0:
-            engine.add_request(prompts[0], free)
-    rng, steps = random.Random(0), 0
-    while engine.has_work:
-        engine.step()
-        steps += 1
-        if steps % 40 == 0:
-            engine.abort(rng.choice([r for r in requests if not r.is_finished] or requests))
-    for request, schema in zip(requests, schemas, strict=True):
-        check(engine, request, schema)
-    stopped = sum(request.finish_reason == "stop" for request in requests)
-    assert stopped > number
-    assert engine.scheduler.num_preemptions > 0
-
-
-@pytest.mark.sampled(0, slow=1)
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-@pytest.mark.parametrize("num_draft", [7, 3, 0])
-def test_texts_satisfy_the_schemas_of_the_json_schema_test_suite(engine, num_draft, temperature):
-    """A random model, in a pool that preempts; its vocabulary spells ASCII only."""
-    found = [one for one in CHECKABLE if json.dumps(one.schema, ensure_ascii=False).isascii()]
-    assert len(found) == 199
-    options = dict(num_speculative_tokens=num_draft, temperature=temperature, max_tokens=40)
-    params = [constrained(one.schema, seed=place, **options) for place, one in enumerate(found)]
-    requests = run(engine, params, aborted=(3, 50))
-    for request, one in zip(requests, found, strict=True):
-        check(engine, request, one.schema)
-    stopped = sum(request.finish_reason == "stop" for request in requests)
-    assert stopped > len(found) // 4

@@ -2,8 +2,8 @@
 
 import pytest
 
-from peagle_jax import Engine, EngineConfig, SamplingParams
-from tests import tiny
+from peagle_jax import EngineConfig, SamplingParams
+from tests.programs import small_engine
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11]]
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -12,14 +12,7 @@ PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 @pytest.mark.slow
 def test_rounds_of_greedy_requests_alone_compile_without_those_of_others():
     sizes = dict(num_draft=2, max_num_seqs=2, max_model_len=64, page_size=4, greedy_rounds=True)
-    engine, whole = (
-        Engine(
-            tiny.target(**tiny.ONE_LAYER),
-            tiny.head(**tiny.HEAD_OF_ONE_LAYER),
-            EngineConfig(**sizes),
-        )
-        for _ in range(2)
-    )
+    engine, whole = (small_engine(EngineConfig(**sizes)) for _ in range(2))
     engine.warm_up(only_greedy=True)
     assert engine.scheduler.rounds == {1: (2,), 2: (2,)}
     num_compiled = engine.programs.num_compiled

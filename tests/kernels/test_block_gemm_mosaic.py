@@ -9,14 +9,14 @@ import pytest
 
 from pallas_kernels import dispatch, formats
 from pallas_kernels.block_gemm import mosaic_gpu
-from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
+from pallas_kernels.block_gemm.api import add_in_order, linear
 from pallas_kernels.block_gemm.mosaic_gpu import TuningConfig
 from pallas_kernels.block_gemm.specs import SPECS
 from pallas_kernels.device import GENERATIONS
 from pallas_kernels.weight_tiles.codecs import STEP
-from tests.kernels.compiled import dequantize, referenced
+from tests.kernels.compiled import dequantize
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(1)
 
 both_chips = pytest.mark.usefixtures("chip")
 FORMATS = ("bf16", "fp8")
@@ -60,7 +60,7 @@ def product(x, values, scale, config: TuningConfig) -> jax.Array:
     return mosaic_gpu.product(x, values, scale, config, launch)
 
 
-@pytest.mark.sampled(2, slow=4)
+@pytest.mark.sampled(1, slow=3)
 @pytest.mark.parametrize("R", [1, 3, 11, 12, 21])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.usefixtures("race_free")
@@ -84,21 +84,6 @@ def test_chunks_need_not_divide_the_width(form, K):
         assert_sums(add_in_order(parts), x, *weight)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.usefixtures("race_free")
-def test_the_result_is_that_of_the_reference(form):
-    """Which multiplies with a weight rounded to bfloat16, where the kernel's scales are exact."""
-    x, values, scale = operands(form, 12, *SHAPES[form])
-    bias = jnp.linspace(-9, 9, values.shape[0], dtype=jnp.bfloat16)
-    for out_dtype, step in ((None, 2**-7), (jnp.float32, 2**-8 if form == "fp8" else 1e-5)):
-        options = dict(scale=scale, bias=bias, out_dtype=out_dtype)
-        found = linear(x, values, implementation="mosaic_gpu", **options)
-        wanted = referenced(linear, x, values, **options)
-        assert found.dtype == wanted.dtype == (out_dtype or jnp.bfloat16)
-        far = np.abs(np.asarray(found, np.float32) - np.asarray(wanted, np.float32))
-        assert (far <= step * np.abs(np.asarray(wanted, np.float32)).max()).all()
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMATS)
 def test_bias_and_dtype_come_after_the_sum_in_float32(form):
@@ -111,7 +96,7 @@ def test_bias_and_dtype_come_after_the_sum_in_float32(form):
     assert np.array_equal(kernel(x, *weight), plain.astype(jnp.bfloat16))
 
 
-@pytest.mark.sampled(2, slow=2)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize(("chunks", "K"), [(2, 512), (3, 640)])
 @pytest.mark.parametrize("form", [*FORMATS, "fp8 rows"])
 @both_chips
@@ -144,19 +129,6 @@ def test_a_row_has_the_same_bits_in_any_company(form):
             rows = slice(start, start + R)
             alone = kernel(x[rows], values, scale, out_dtype=jnp.float32)
             assert np.array_equal(alone, whole[rows]), (R, start)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("form", FORMATS)
-def test_partial_products_add_up_to_the_layer(form):
-    x, values, scale = operands(form, 6, N_WIDE, 384)
-    x = x.reshape(2, 3, -1)
-    parts = partial_products(x, values, scale=scale, implementation="mosaic_gpu")
-    assert parts.dtype == jnp.float32
-    assert parts.shape[1:] == (2, 3, N_WIDE)
-    whole = kernel(x, values, scale, out_dtype=jnp.float32)
-    assert np.array_equal(add_in_order(parts), whole)
-    assert np.array_equal(kernel(x[0, 0], values, scale, out_dtype=jnp.float32), whole[0, 0])
 
 
 @pytest.mark.parametrize("device", GENERATIONS.values(), ids=lambda one: one.arch)

@@ -100,27 +100,6 @@ def test_fp8_scales_cover_blocks_or_rows_of_any_shape(num_cases):
     check()
 
 
-def test_mxfp4_of_any_shape(num_cases):
-    @settings(deadline=None, max_examples=num_cases("unpacked FP8 and MXFP4 weights", 10))
-    @given(
-        N=st.integers(1, 40), groups=st.integers(1, 5), experts=st.sampled_from([(), (3,), (2, 2)])
-    )
-    def check(N, groups, experts):
-        rng = np.random.default_rng(N * groups)
-        values = rng.integers(0, 256, (*experts, N, 16 * groups), np.uint8)
-        scale = rng.integers(100, 140, (*experts, N, groups), np.uint8)
-        codes = np.empty((*experts, N, 32 * groups), np.uint8)
-        codes[..., 0::2], codes[..., 1::2] = values % 16, values // 16
-        magnitude = np.array(E2M1)[codes % 8] * np.repeat(2.0 ** (scale - 127.0), 32, axis=-1)
-        wanted = np.where(codes >= 8, -magnitude, magnitude).astype(np.float32)
-        assert kind(values, scale) == "mxfp4"
-        assert logical_shape(values, scale) == wanted.shape
-        found = unpack(jnp.asarray(values), jnp.asarray(scale), jnp.float32)
-        assert same_bits(found, wanted)
-
-    check()
-
-
 def test_a_plain_weight_is_cast():
     weight = jnp.linspace(-1, 1, 12).reshape(3, 4)
     assert kind(weight, None) == "plain"
@@ -136,23 +115,15 @@ FP8, U8, F32, BF16 = jnp.float8_e4m3fn, jnp.uint8, jnp.float32, jnp.bfloat16
     ("values", "scale", "says"),
     [
         (((8, 8), FP8), None, "without a scale"),
-        (((8, 8), U8), None, "without a scale"),
-        (((8, 8), jnp.int32), None, "without a scale"),
         (((8, 8), F32), ((1, 1), F32), "with a scale"),
         (((8, 8), jnp.float8_e5m2), ((1, 1), F32), "with a scale"),
         (((8, 8), FP8), ((1, 1), BF16), "float32 scale"),
-        (((8, 8), FP8), ((1, 1), U8), "float32 scale"),
         (((8, 16), U8), ((8, 1), F32), "uint8"),
         (((8, 20), U8), ((8, 1), U8), "groups of 16 bytes"),
         (((8, 32), U8), ((8, 1), U8), "must be [8, 2]"),
-        (((8, 32), U8), ((1, 2), U8), "must be"),
         (((300, 300), FP8), ((2, 3), F32), "must be [3 or 300, 1 or 3]"),
-        (((300, 300), FP8), ((3, 300), F32), "must be"),
-        (((300, 300), FP8), ((1, 1), F32), "must be"),
         (((2, 8, 8), FP8), ((1, 1), F32), "must be [2, 1 or 8, 1]"),
-        (((2, 8, 8), FP8), ((3, 1, 1), F32), "must be"),
         (((8,), FP8), ((1,), F32), "rows and columns"),
-        (((8,), F32), None, "rows and columns"),
     ],
 )
 def test_combinations_of_no_format_are_refused(values, scale, says):

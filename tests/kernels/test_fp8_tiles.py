@@ -95,7 +95,7 @@ def test_a_product_has_the_bits_of_one_with_rows(race_free, R, N, K, scale):
     np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
-@pytest.mark.sampled(1, slow=0)
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("R", [3, 20])
 def test_experts_have_the_bits_of_those_with_rows(race_free, R):
     E, D, F, top_k = 4, 256, 128, 2

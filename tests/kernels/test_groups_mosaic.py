@@ -14,7 +14,7 @@ from pallas_kernels import dispatch, formats, fp8_tiles
 from pallas_kernels.block_gemm import mosaic_gpu as block_gemm
 from pallas_kernels.device import H200
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(1)
 
 race_free = pytest.mark.usefixtures("race_free")
 FORMS = ("bf16", "fp8", "fp8_rows", "mxfp4")
@@ -89,7 +89,7 @@ def test_products_have_the_same_bits(form, tokens, groups, split):
     assert np.array_equal(product(form, shape, tokens, 2, split, 2, groups), wanted)
 
 
-@pytest.mark.sampled(1, slow=3)
+@pytest.mark.sampled(0, slow=2)
 @race_free
 @pytest.mark.parametrize(
     ("form", "shape", "split", "num_sms"),
@@ -109,12 +109,3 @@ def test_a_block_of_several_units_has_the_bits_of_one_for_each(form, shape, spli
     config = 64, 2, split, 3, 2
     found = product(form, shape, *config, num_sms=num_sms)
     assert np.array_equal(found, product(form, shape, *config))
-
-
-@pytest.mark.slow
-def test_their_sums_are_rounded():
-    """Or they would be the same in any order."""
-    for form, shape in SHAPES.items():
-        x = np.asarray(whole((shape[0], shape[2]), 1), np.float64)
-        wide = np.asarray(formats.dequantize(*weight(form, *shape[1:]), jnp.float32), np.float64)
-        assert (product(form, shape, 64, 2, False, 3)[0] != x @ wide.T).mean() > 0.3

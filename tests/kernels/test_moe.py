@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from pallas_kernels.moe.api import Choice, Experts, mixture
 from pallas_kernels.moe.reference import ExpertWeights
 from peagle_jax.models.quant import quantize_fp8
-from tests.kernels.compiled import dequantize
-from tests.kernels.experts import moe, route
+from tests.kernels.experts import by_hand, moe, route
 
 pytestmark = pytest.mark.sampled(1)
 
@@ -49,24 +48,6 @@ def rows(R: int, D: int = 32, dtype=jnp.float32) -> jax.Array:
     return (2 * jax.random.normal(jax.random.key(7), (R, D))).astype(dtype)
 
 
-def by_hand(x, ids, weights, gate_up, down, limit) -> np.ndarray:
-    """The rule row by row in float64, the weights as their format and x.dtype give them."""
-    wide = [np.asarray(dequantize(p.values, p.scale, x.dtype), np.float64) for p in (gate_up, down)]
-    bias = [np.asarray(0 if p.bias is None else p.bias, np.float64) for p in (gate_up, down)]
-    bias = [np.broadcast_to(b, w.shape[:-1]) for b, w in zip(bias, wide, strict=True)]
-    out = np.zeros(x.shape)
-    for r, row in enumerate(np.asarray(x, np.float64)):
-        for e, share in zip(np.asarray(ids)[r], np.asarray(weights, np.float64)[r], strict=True):
-            gate, up = wide[0][e] @ row + bias[0][e]
-            if limit is None:
-                inner = gate / (1 + np.exp(-gate)) * up
-            else:
-                gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-                inner = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
-            out[r] += share * (wide[1][e] @ inner + bias[1][e])
-    return out
-
-
 @pytest.mark.sampled(1, slow=3)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("limit", [None, 1.5])
@@ -78,18 +59,6 @@ def test_experts_compute_as_in_float64(form, limit, bias):
     wanted = by_hand(x, *routing, *weights, limit)
     found = run(x, *routing, *weights, limit=limit)
     assert np.allclose(found, wanted, rtol=0, atol=3e-6 * np.abs(wanted).max())
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_bfloat16_is_close_to_float64(form):
-    weights, routing = experts(form, bias=True), routed(9)
-    x = rows(9, dtype=jnp.bfloat16)
-    wanted = by_hand(x, *routing, *weights, 7.0)
-    found = run(x, *routing, *weights, limit=7.0)
-    assert found.dtype == jnp.bfloat16
-    assert np.allclose(
-        np.asarray(found, np.float64), wanted, rtol=0, atol=0.01 * np.abs(wanted).max()
-    )
 
 
 @pytest.mark.parametrize(("dtype", "wanted"), [(jnp.bfloat16, 1), (jnp.float32, 1.75)])
@@ -128,21 +97,6 @@ def test_a_row_has_the_same_bits_in_any_company(F, D, limit):
             assert np.array_equal(alone, whole[part]), (num_rows, start)
 
 
-@pytest.mark.parametrize("form", FORMATS[1:])
-def test_quantised_experts_keep_rows_apart_too(form):
-    weights, x, (ids, shares) = experts(form), rows(32), routed(32)
-    whole = np.asarray(run(x, ids, shares, *weights))
-    for part in (slice(0, 1), slice(31, 32), slice(6, 11)):
-        assert np.array_equal(run(x[part], ids[part], shares[part], *weights), whole[part])
-
-
-def test_the_order_of_a_rows_experts_does_not_matter():
-    """They are summed by ascending id, in whatever order the router names them."""
-    weights, x, (ids, shares) = experts("plain"), rows(4), routed(4, k=3)
-    first = run(x, ids, shares, *weights)
-    assert np.array_equal(run(x, ids[:, ::-1], shares[:, ::-1], *weights), first)
-
-
 def test_an_expert_touches_no_row_that_did_not_choose_it():
     """One full of NaN reaches its own row and no other; one that no row chose reaches none."""
     weights, x = experts("plain"), rows(3)
@@ -154,14 +108,6 @@ def test_an_expert_touches_no_row_that_did_not_choose_it():
     found = np.asarray(run(x, ids, shares, poison(2), weights[1]))
     assert np.isnan(found[1]).all()
     assert np.array_equal(found[[0, 2]], clean[[0, 2]])
-
-
-def test_one_expert_at_a_time_is_unpacked():
-    E, F, D = 16, 256, 256
-    weights = experts("fp8", E=E, F=F, D=D)
-    compiled = jax.jit(moe).lower(rows(1, D), *routed(1, E), *weights).compile()
-    one = 4 * 3 * F * D
-    assert compiled.memory_analysis().temp_size_in_bytes < 3 * one
 
 
 def test_routing_takes_the_largest_and_ties_go_to_the_lower_id(num_cases):
@@ -184,38 +130,16 @@ def test_routing_takes_the_largest_and_ties_go_to_the_lower_id(num_cases):
     check()
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("E", "k"), [(6, 2), (32, 4), (128, 8)])
-def test_routing_of_a_row_has_the_same_bits_in_any_company(E, k, normalize):
-    logits = 3 * jax.random.normal(jax.random.key(0), (40, E))
-    whole = [np.asarray(part) for part in choose(logits, k, normalize=normalize)]
-    for part in (slice(0, 1), slice(39, 40), slice(3, 8), slice(0, 32)):
-        for found, wanted in zip(choose(logits[part], k, normalize=normalize), whole, strict=True):
-            assert np.array_equal(found, wanted[part])
-
-
-def test_routing_survives_large_logits():
-    weights, ids = choose(jnp.array([[-1e4, 1e4, 9999.0]]), 2, normalize=False)
-    assert ids.tolist() == [[1, 2]]
-    assert np.allclose(weights, [[np.e / (1 + np.e), 1 / (1 + np.e)]])
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (dict(x=rows(3, 31)), "gate_up is"),
-        (dict(x=rows(3)[0]), "rows of activations"),
         (dict(x=rows(4)), "rows of activations"),
         (dict(logits=jnp.zeros((3, 6), jnp.bfloat16)), "float32"),
-        (dict(logits=jnp.zeros(6)), "float32"),
         (dict(logits=jnp.zeros((3, 7))), "logits of 7 experts"),
         (dict(top_k=7), "between 1"),
-        (dict(top_k=0), "between 1"),
-        (dict(gate_up=ExpertWeights(jnp.zeros((6, 320, 32)))), "gate_up is"),
         (dict(gate_up=ExpertWeights(jnp.zeros((6, 3, 160, 32)))), "gate_up is"),
-        (dict(gate_up=ExpertWeights(jnp.zeros((6, 2, 160, 32), jnp.uint8))), "without a scale"),
         (dict(down=ExpertWeights(jnp.zeros((5, 32, 160)))), "down is"),
-        (dict(down=ExpertWeights(jnp.zeros((6, 160, 32)))), "down is"),
         (dict(gate_up=ExpertWeights(jnp.zeros((6, 2, 160, 32)), None, jnp.zeros(6))), "gate_up's"),
         (dict(down=ExpertWeights(jnp.zeros((6, 32, 160)), None, jnp.zeros((6, 160)))), "down's"),
     ],

@@ -4,12 +4,11 @@ its definition.
 The interpreter does not run this code; a GPU runs nothing else.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.moe import mosaic_plan, mosaic_route, mosaic_sort, paths, reference
+from pallas_kernels.moe import mosaic_plan, mosaic_route, mosaic_sort, paths
 from pallas_kernels.moe.mosaic_layout import Own, Plan, Scratch
 from pallas_kernels.moe.mosaic_plan import Results
 from pallas_kernels.moe.worklist import make_worklist, most_items, own_items
@@ -133,15 +132,10 @@ CASES = [
     (1, 128, 8, 8, True),
     (5, 32, 4, 8, True),
     (8, 128, 8, 8, True),
-    (8, 60, 4, 8, True),
     (13, 96, 3, 8, False),
-    (16, 64, 8, 24, False),
     (16, 128, 10, 16, True),
-    (17, 128, 8, 16, False),
     (20, 33, 33, 16, False),
-    (70, 96, 4, 16, False),
     (128, 32, 4, 24, False),
-    (200, 128, 8, 64, False),
     (256, 64, 12, 64, False),
 ]
 
@@ -170,25 +164,7 @@ def test_lanes_plan_a_share(monkeypatch, R, E, k, share):
     assert ((found[2] >= 0) & (found[2] < own.count)).all()
 
 
-@pytest.mark.sampled(1, slow=1)
-@pytest.mark.parametrize("R", [3, 16, 64])
-def test_lanes_divide_by_all_experts(monkeypatch, R):
-    plan = plan_of(R, 64, 4, tokens=8, normalize=False)
-    logits = logits_of(R, 64, "plain")
-    assert_same(plan, run(monkeypatch, plan, logits), wanted(plan, logits))
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("R", "k"), [(8, 8), (16, 6), (64, 10), (256, 3)])
-def test_weights_are_those_of_the_reference(monkeypatch, R, k):
-    plan = plan_of(R, 128, k, tokens=16)
-    logits = logits_of(R, 128, "plain")
-    expected, _ = jax.jit(reference.route, static_argnums=(1, 2))(jnp.asarray(logits), k, True)
-    weights = run(monkeypatch, plan, logits)[0]
-    np.testing.assert_allclose(weights[:, :R].T, expected, rtol=2e-7)
-
-
-@pytest.mark.sampled(2, slow=3)
+@pytest.mark.sampled(2, slow=1)
 @pytest.mark.parametrize("Ep", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_lanes_sort_in_many_blocks(monkeypatch, Ep, blocks):
@@ -222,19 +198,3 @@ def assert_sorts(machine: Machine, tiles: np.ndarray) -> None:
         assert np.array_equal(ends_ref.read(), ends)
     done = np.minimum((ends <= np.arange(32 * chunks)[:, None]).sum(1), Ep - 2)
     assert np.array_equal(experts.read(), done)
-
-
-def test_a_missing_barrier_between_lanes_fails(monkeypatch):
-    plan, logits = plan_of(8, 128, 8, tokens=8), logits_of(8, 128, "plain")
-    assert_same(plan, run(monkeypatch, plan, logits), wanted(plan, logits))
-    monkeypatch.setattr(Machine, "sync_warp", lambda machine: None)
-    monkeypatch.setattr(Machine, "sync_warpgroup", lambda machine: machine._wait("warpgroup"))
-    with pytest.raises(AssertionError, match="no barrier since the store"):
-        run(monkeypatch, plan, logits)
-
-
-def test_a_message_before_its_receiver_has_armed_fails(monkeypatch):
-    plan, logits = plan_of(64, 128, 8, tokens=8), logits_of(64, 128, "plain")
-    monkeypatch.setattr(Machine, "wait_armed", lambda machine: None)
-    with pytest.raises(AssertionError):
-        run(monkeypatch, plan, logits)

@@ -23,23 +23,6 @@ def path_of(device, R: int, E: int, top_k: int, **options) -> str:
 
 
 @pytest.mark.parametrize(
-    ("R", "E", "k", "device", "path"),
-    [
-        (256, 128, 64, H200, "plan"),
-        (256, 128, 65, H200, "place"),
-        (257, 32, 1, H200, "place"),
-        (8, 160, 1, H200, "sort"),
-        (16384, 128, 8, H200, "place"),
-        (16384, 128, 8, B200, "place"),
-        (16385, 128, 8, H200, "sort"),
-        (300, 512, 8, H200, "sort"),
-    ],
-)
-def test_rows_are_routed_and_sorted_by_the_first_path_that_fits(R, E, k, device, path):
-    assert path_of(device, R, E, k) == path
-
-
-@pytest.mark.parametrize(
     ("R", "options", "device", "path"),
     [
         (16, dict(), H200, "norm_route"),

@@ -7,33 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
-from pallas_kernels.device import Device
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.moe import mosaic_gpu, mosaic_plan, mosaic_route
 from pallas_kernels.moe.paths import Routing, TuningConfig
 from pallas_kernels.moe.reference import Choice, ExpertWeights, Mixture
-from pallas_kernels.quantize import mosaic_gpu as copies
-from tests.kernels.compiled import dequantize, make_worklist, routed
-from tests.kernels.experts import mixture, moe, without
+from tests.kernels.compiled import make_worklist, routed
+from tests.kernels.experts import by_hand, launch, logits_of, mixture, moe
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(1)
 
 race_free = pytest.mark.usefixtures("race_free")
 both_chips = pytest.mark.usefixtures("chip")
 every_chip = pytest.mark.usefixtures("chip")
 LIMIT = 1.5  # low enough to clamp some gates and ups
-
-
-def launch() -> dispatch.Launch:
-    return dispatch.resolve("moe", "mosaic_gpu")
-
-
-@functools.cache
-def logits_of(R: int, E: int, *, ties: bool = False) -> jax.Array:
-    """float32 [R, E]; with ties few whole numbers, so that most rows have some."""
-    logits = 2 * np.asarray(jax.random.normal(jax.random.key(R + E), (R, E)))
-    return jnp.asarray(np.round(logits) if ties else logits)
 
 
 @functools.cache
@@ -156,26 +142,6 @@ def test_experts_that_are_masked_are_chosen_last():
     assert_worklist(work, ids, 32, TuningConfig.choose(5, 32, 4, hopper=True, quantized=False))
 
 
-def test_a_mixture_says_what_it_cannot_do():
-    with dispatch.assume(Device("a chip", 80, 1, 1)), pytest.raises(NotImplementedError):
-        mix(rows(3), logits_of(3, 16), experts("bf16", E=16, F=64))
-
-
-@pytest.mark.sampled(0, slow=1)
-@pytest.mark.parametrize("E", [32, 128])
-def test_routing_of_a_row_has_the_same_bits_in_any_company(E):
-    logits, bias = logits_of(128, E), bias_of(E)
-    run = lambda logits: mosaic_route.route(logits, bias, 4, True, launch())
-    whole = [np.asarray(x) for x in run(logits)]
-    for rows in (slice(0, 1), slice(7, 12), slice(64, 128)):
-        R = rows.stop - rows.start
-        weights, ids, *_ = run(logits[rows])
-        assert np.array_equal(weights[:, :R], whole[0][:, rows])
-        assert np.array_equal(ids[:, :R], whole[1][:, rows])
-        planned = plan(logits[rows], bias, 4)[0]
-        assert np.array_equal(planned[:, :R], whole[0][:, rows])
-
-
 def projection(form: str, shape: tuple[int, ...], *, bias: bool, seed: int) -> ExpertWeights:
     """Values of about 1 / 8."""
     keys = jax.random.split(jax.random.key(seed), 3)
@@ -198,26 +164,6 @@ def experts(form: str, E: int = 8, D: int = 128, F: int = 192, *, bias: bool = F
 @functools.cache
 def rows(R: int, D: int = 128) -> jax.Array:
     return jnp.asarray(np.round(jax.random.normal(jax.random.key(7), (R, D))), jnp.bfloat16)
-
-
-def by_hand(x, ids, weights, gate_up, down, limit) -> np.ndarray:
-    """In float64, but for the inner activations, which are bfloat16."""
-    unpacked = lambda p: np.asarray(dequantize(p.values, p.scale, jnp.float32), np.float64)
-    wide = [unpacked(p) for p in (gate_up, down)]
-    bias = [0 if p.bias is None else np.asarray(p.bias, np.float64) for p in (gate_up, down)]
-    bias = [np.broadcast_to(b, w.shape[:-1]) for b, w in zip(bias, wide, strict=True)]
-    out = np.zeros(x.shape)
-    for r, row in enumerate(np.asarray(x, np.float64)):
-        for e, share in zip(ids[r], np.asarray(weights, np.float64)[r], strict=True):
-            gate, up = wide[0][e] @ row + bias[0][e]
-            if limit is None:
-                inner = gate / (1 + np.exp(-gate)) * up
-            else:
-                gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-                inner = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
-            inner = np.asarray(jnp.asarray(inner, jnp.bfloat16), np.float64)
-            out[r] += share * (wide[1][e] @ inner + bias[1][e])
-    return out
 
 
 def added(mixed: Mixture, R: int) -> np.ndarray:
@@ -249,32 +195,13 @@ def test_experts_compute_as_in_float64(form, R, bias, limit):
     """Items that share the rows of x, and sorted ones; few rows, so that experts stay without."""
     weights = experts(form, bias=bias and form == "bf16")
     shares, ids = by_definition(logits_of(R, 8), None, 2, True)
-    wanted = by_hand(rows(R), ids, shares, *weights, limit)
+    wanted = by_hand(rows(R), ids, shares, *weights, limit, jnp.bfloat16)
     chosen = jnp.asarray(ids), jnp.asarray(shares)
     found = moe(rows(R), *chosen, *weights, limit=limit, implementation="mosaic_gpu")
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         np.asarray(found, np.float64), wanted, rtol=0, atol=0.01 * np.abs(wanted).max()
     )
-
-
-@pytest.mark.sampled(0, slow=1)
-@race_free
-@pytest.mark.parametrize("form", ["bf16", "fp8"])
-@pytest.mark.parametrize("R", [3, 21])
-@both_chips
-def test_an_experts_result_is_rounded_and_the_sum_is_not(form, R):
-    """A row's experts one by one, as bfloat16, weighted and added in float32."""
-    weights, x = experts(form, bias=form == "bf16"), rows(R)
-    shares, ids = by_definition(logits_of(R, 8), None, 3, True)
-    run = lambda ids, shares: np.asarray(
-        moe(x, jnp.asarray(ids), jnp.asarray(shares), *weights, implementation="mosaic_gpu")
-    )
-    wanted = np.float32(0)
-    for j in range(3):
-        one = run(ids[:, j : j + 1], np.ones((R, 1), np.float32))
-        wanted = wanted + one.astype(np.float32) * shares[:, j : j + 1]
-    assert np.array_equal(run(ids, shares), wanted.astype(jnp.bfloat16))
 
 
 def in_slots(x: jax.Array, slots: jax.Array, size: int, *_) -> jax.Array:
@@ -309,7 +236,9 @@ def test_an_expert_without_rows_is_not_read(shared):
     assert np.array_equal(found, run(gate_up, down))
     ones = np.ones((R, 1))
     for j in range(2):
-        wanted = by_hand(rows(R), np.asarray(ids)[:, j : j + 1], ones, gate_up, down, LIMIT)
+        wanted = by_hand(
+            rows(R), np.asarray(ids)[:, j : j + 1], ones, gate_up, down, LIMIT, jnp.bfloat16
+        )
         np.testing.assert_allclose(found[:, j], wanted, rtol=0, atol=0.01 * np.abs(wanted).max())
 
 
@@ -331,38 +260,6 @@ def test_a_mixture_is_the_reference(R, form, options):
     wanted = mix(x, logits, weights, "reference", **options)
     found = mix(x, logits, weights, **options)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=0.02 * np.abs(wanted).max())
-
-
-@pytest.mark.sampled(0, slow=1)
-@race_free
-@pytest.mark.parametrize("form", ["bf16", "fp8"])
-@pytest.mark.parametrize("R", [21, 70])
-def test_more_rows_than_one_block_plans_give_the_same_mixture(monkeypatch, R, form):
-    """Then two kernels route and make the worklist, or one kernel and plain jnp."""
-    weights, x, logits = experts(form, E=16, F=64), rows(R), logits_of(R, 16)
-    planned = mix(x, logits, weights)
-    without(monkeypatch, "plan")
-    assert np.array_equal(mix(x, logits, weights), planned)
-    without(monkeypatch, "place")
-    monkeypatch.setattr(copies, "spread", in_slots)
-    assert np.array_equal(mix(x, logits, weights), planned)
-
-
-def test_the_worklist_is_what_it_says():
-    """Rows of an expert one after the other, in items of their own, experts ascending."""
-    R, E, k, tokens = 300, 32, 4, 16
-    _, ids = by_definition(logits_of(R, E).at[:, 5].set(-9), None, k, True)
-    work = make_worklist(jnp.asarray(ids).T, E, tokens, False)
-    slots, chosen = np.asarray(work.slots).T, np.asarray(work.experts)
-    assert np.array_equal(chosen[slots // tokens], ids)
-    assert np.array_equal(np.unique(chosen[: int(work.num_items[0])]), np.unique(ids))
-    wanted = []
-    for e in np.unique(ids):
-        first = np.flatnonzero(chosen == e)[0] * tokens
-        wanted.extend(first + np.arange((ids == e).sum()))
-        assert (np.diff(slots[ids == e]) == 1).all()
-    assert np.array_equal(np.sort(slots, axis=None), wanted)
-    assert int(work.num_items[0]) <= work.items == chosen.size
 
 
 @pytest.mark.sampled(1, slow=1)

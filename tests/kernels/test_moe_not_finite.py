@@ -16,7 +16,7 @@ from tests.kernels.test_moe_mosaic import (
 )
 
 
-@pytest.mark.sampled(1, slow=1)
+@pytest.mark.sampled(0, slow=1)
 @race_free
 @pytest.mark.parametrize(("R", "options"), [(5, dict(normalize=False)), (70, dict())])
 @both_chips

@@ -7,24 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
 from pallas_kernels.moe import mosaic_plan, reference
 from pallas_kernels.moe.paths import Routing, TuningConfig
 from pallas_kernels.moe.worklist import make_worklist, own_items
+from tests.kernels.experts import launch, logits_of
 
 pytestmark = pytest.mark.usefixtures("race_free")
-
-
-def logits_of(R: int, E: int, kind: str) -> jax.Array:
-    """float32 [R, E]. "ties": few whole numbers. "uneven": most rows choose the same experts, in
-    all shares.
-    """
-    logits = 2 * np.asarray(jax.random.normal(jax.random.key(R + E), (R, E)))
-    if kind == "ties":
-        logits = np.round(logits)
-    if kind == "uneven":
-        logits[1:, :: E // 8] += 20
-    return jnp.asarray(logits)
 
 
 @partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
@@ -45,8 +33,7 @@ def assert_own(logits, bias, k: int, first: int, count: int, *, normalize: bool 
     """
     R, E = logits.shape
     config = TuningConfig.choose(R, E, k, hopper=False, quantized=False)
-    launch = dispatch.resolve("moe", "mosaic_gpu")
-    routing = Routing.of(R, E, reference.Choice(k, normalize), config, launch)
+    routing = Routing.of(R, E, reference.Choice(k, normalize), config, launch())
     run = partial(mosaic_plan.route_and_plan, logits, bias, routing)
     of_all = run()[0][:, :R]
     at = jnp.int32(first)
@@ -85,25 +72,7 @@ def test_the_plan_of_a_share_is_the_worklist_of_its_items(
 ):
     biases = jax.random.normal(jax.random.key(1), (E,)).astype(jnp.bfloat16) if bias else None
     first, count = share * E // of, E // of
-    assert_own(logits_of(R, E, kind), biases, k, first, count, normalize=normalize)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("R", [11, 70])
-def test_a_share_may_have_all_items_or_none(R):
-    """All rows choose experts of the second half: its items fill the worklist as they do on one
-    device.
-    """
-    logits = logits_of(R, 32, "plain").at[:, 16:].add(100)
-    assert assert_own(logits, None, 4, 0, 16) == 0
-    assert assert_own(logits, None, 4, 16, 16) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("R", [2, 16])
-def test_the_items_of_a_share_may_fill_the_buffer(R):
-    """As many as there can be: then no slot is the last row by default."""
-    E, k = 32, 4 if R == 2 else 2
-    columns = jnp.arange(R)[:, None] * k + jnp.arange(k)
-    logits = jnp.zeros((R, E)).at[jnp.arange(R)[:, None], columns].set(9)
-    assert assert_own(logits, None, k, 0, 8 if R == 2 else E) == min(E, R * k)
+    logits = logits_of(R, E, ties=kind == "ties")
+    if kind == "uneven":  # most rows choose the same experts, in all shares
+        logits = logits.at[1:, :: E // 8].add(20)
+    assert_own(logits, biases, k, first, count, normalize=normalize)

@@ -5,24 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
 from pallas_kernels.moe import mosaic_route
 from pallas_kernels.moe.paths import Routing, TuningConfig
-from pallas_kernels.moe.reference import Choice, ExpertWeights
+from pallas_kernels.moe.reference import Choice
 from tests.kernels.compiled import make_worklist, routed
-from tests.kernels.experts import mixture, without
+from tests.kernels.experts import launch, logits_of
 
 pytestmark = pytest.mark.sampled(1, slow=3)
-
-
-def logits_of(R: int, E: int, *, ties: bool = False) -> jax.Array:
-    """float32 [R, E]; with ties few whole numbers, so that most rows have some."""
-    logits = 2 * jax.random.normal(jax.random.key(R + E), (R, E))
-    return jnp.round(logits) if ties else logits
-
-
-def launch() -> dispatch.Launch:
-    return dispatch.resolve("moe", "mosaic_gpu")
 
 
 def assert_placed(logits, bias, k: int, tokens: int, *, normalize: bool = True) -> None:
@@ -73,31 +62,3 @@ def test_all_rows_may_go_to_the_same_experts_and_some_logits_may_be_masked():
 def test_slots_may_have_more_than_15_bits():
     """128 experts with an item of 512 rows each."""
     assert_placed(logits_of(70, 128), None, 8, 512)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", [pytest.param(None, marks=pytest.mark.exhaustive), 4])
-def test_a_mixture_is_the_same_with_either_worklist(monkeypatch, first):
-    """Also on a device that has only the experts from `first` on."""
-    R, E, D, F, own = 70, 16, 128, 64, 16 if first is None else 8
-    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16)
-    weights = (
-        ExpertWeights(draw(0, own, 2, F, D), None, None),
-        ExpertWeights(draw(1, own, D, F), None, None),
-    )
-    x, logits = draw(2, R, D), logits_of(R, E)
-    at = None if first is None else jnp.int32(first)
-    run = lambda: mixture(
-        x, logits, *weights, top_k=2, normalize=True, first=at, implementation="mosaic_gpu"
-    ).added(R)
-    without(monkeypatch, "plan")
-    with monkeypatch.context() as patch:
-        without(patch, "place")
-        wanted = run()
-    calls = []
-    place = mosaic_route.route_and_place
-    monkeypatch.setattr(
-        mosaic_route, "route_and_place", lambda *args, **how: calls.append(1) or place(*args, **how)
-    )
-    assert np.array_equal(run(), wanted)
-    assert calls == [1]

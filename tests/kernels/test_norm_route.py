@@ -11,21 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, fp8_tiles
+from pallas_kernels import fp8_tiles
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.moe import api, mosaic_norm, mosaic_plan
 from pallas_kernels.moe.paths import Routing, TuningConfig
 from pallas_kernels.moe.reference import Choice, Experts, ExpertWeights
 from pallas_kernels.rms_norm import mosaic_gpu as rms_norm
-from tests.kernels.experts import without
+from tests.kernels.experts import launch, without
 
 race_free = pytest.mark.usefixtures("race_free")
 EXPERTS, CHOSEN = 128, 8
 DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
-
-
-def launch() -> dispatch.Launch:
-    return dispatch.resolve("moe", "mosaic_gpu")
 
 
 def given(
@@ -152,83 +148,20 @@ def test_a_mixture_with_its_norm_has_the_bits_of_both_alone(monkeypatch):
         np.testing.assert_allclose(*map(np.float32, (one, third)), atol=step)
 
 
-@pytest.mark.slow
-def test_a_mixture_of_more_rows_gets_what_both_alone_give_it(monkeypatch):
-    R, D, F = 17, 1024, 128
-    h, parts, bias, scale, weight, router_bias = given(R, D, biases=True)
-    made = [jax.ShapeDtypeStruct((64, *shape), jnp.bfloat16) for shape in ((2, F, D), (D, F))]
-    experts = Experts(*(ExpertWeights(x, None) for x in made), first=jnp.int32(64))
-    router = api.Router(weight, None, Choice(CHOSEN, True, router_bias))
-    monkeypatch.setattr(api, "_mixed", lambda x, logits, *_: (x, logits))
-
-    def run():
-        norm = api.Norm(scale, 1e-6)
-        stream, (rows, logits) = api.normed_mixture(
-            h[:, None],
-            parts[:, :, None],
-            bias,
-            norm,
-            router,
-            experts,
-            implementation="mosaic_gpu",
-        )
-        return stream, rows, logits
-
-    found = run()
-    without(monkeypatch, "norm_product")
-    for one, other in zip(found, run(), strict=True):
-        assert np.array_equal(one, other)
-
-
-@pytest.mark.slow
-@race_free
-def test_weights_need_not_be_normalised():
-    assert_same_bits(given(16, 1024), normalize=False)
-
-
-class Called(Exception):
-    """Raised by a spy in place of a kernel, so that nothing is computed."""
-
-
-def mixed(monkeypatch, *, R=2, router=None, first=None, **changes) -> None:
-    """Calls `normed_mixture` with spies: raises `Called` with the name of the first kernel."""
-
-    def spy(name):
-        def called(*_, **__):
-            raise Called(name)
-
-        return called
-
-    D, F = 1024, 128
-    monkeypatch.setattr(mosaic_norm, "norm_and_route", spy("planned"))
-    monkeypatch.setattr(mosaic_norm, "norm_and_product", spy("product"))
-    monkeypatch.setattr(api, "add_rms_norm", spy("separate"))
-    names = "h", "parts", "bias", "scale", "weight", "router_bias"
-    h, parts, bias, scale, weight, router_bias = (
-        dict(zip(names, given(R, D, biases=True), strict=True)) | changes
-    ).values()
-    made = jax.ShapeDtypeStruct
-    experts = [made((EXPERTS, *shape), jnp.bfloat16) for shape in ((2, F, D), (D, F))]
-    router = api.Router(*(router or (weight, None)), Choice(CHOSEN, True, router_bias))
-    run = lambda *experts: api.normed_mixture(
-        h,
-        parts,
-        bias,
-        api.Norm(scale, 1e-6),
-        router,
-        Experts(*map(ExpertWeights, experts), first=first),
-        implementation="mosaic_gpu",
-    )
-    jax.eval_shape(run, *experts)
-
-
 @pytest.mark.parametrize(
     ("parts", "said"),
     [((4, 4, 512), "delta.shape="), ((1, 4, 1024), "delta.shape="), ((33, 2, 1024), "at most 32")],
 )
-def test_parts_that_do_not_fit_are_refused(monkeypatch, parts, said):
+def test_parts_that_do_not_fit_are_refused(parts, said):
+    h, _, bias, scale, weight, router_bias = given(2, 1024, biases=True)
+    router = api.Router(weight, None, Choice(CHOSEN, True, router_bias))
+    weights = ((EXPERTS, 2, 128, 1024), (EXPERTS, 1024, 128))
+    made = [ExpertWeights(jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for shape in weights]
+    norm = api.Norm(scale, 1e-6)
     with pytest.raises(ValueError, match=said):
-        mixed(monkeypatch, parts=jnp.zeros(parts))
+        api.normed_mixture(
+            h, jnp.zeros(parts), bias, norm, router, Experts(*made), implementation="mosaic_gpu"
+        )
 
 
 def test_the_router_reads_bfloat16():

@@ -2,6 +2,7 @@
 can be chosen.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -9,60 +10,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
 from pallas_kernels.device import H200
 from pallas_kernels.verify_attention import mosaic_sm90, mosaic_sm100
-from pallas_kernels.verify_attention.mosaic_plan import GROWING, Splits
+from pallas_kernels.verify_attention.mosaic_plan import Splits
 from tests.kernels.test_verify_attention_mosaic import CLOSE, Case, exactly, interpreted, kernel
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(1)
 
 
-@pytest.mark.sampled(1, slow=2)
+@pytest.mark.sampled(1, slow=3)
 @interpreted
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
     ("case", "split"),
     [
-        # Three row tiles: the second thread block has one, and it is not full.
-        (Case((70, 5), T=20, K=1, G=8, H=64, Z=16, width=8), 128),
-        (Case((126,), T=40, K=2, G=4, H=128, Z=32, width=6, sinks=True), 128),
         (Case((100,), T=19, K=1, G=7, H=128, Z=16, width=8), 64),
+        # Three row tiles: the second thread block has one, and it is not full. Of six key blocks,
+        # from two stages of e4m3 to two of bfloat16, each is refilled twice.
+        (Case((330, 5), T=20, K=1, G=8, H=64, Z=16, width=24), 128),
+        (Case((126,), T=40, K=2, G=4, H=128, Z=32, width=6, sinks=True), 128),
         (Case((250,), T=24, K=1, G=8, H=64, Z=16, width=12, window=150, sinks=True), 128),
         (Case((0,), T=129, K=1, G=8, H=64, Z=16, width=16), 128),
         (Case((380, 0, 61), T=16, K=1, G=8, H=64, Z=64, width=8), Splits(((0, 64), (256, 128)))),
     ],
-    ids=["ragged", "sinks", "seven-heads", "ring", "from-nothing", "growing-splits"],
+    ids=["seven-heads", "ragged", "sinks", "ring", "from-nothing", "growing-splits"],
 )
-def test_row_tiles_that_share_keys_have_the_bits_of_one(case, split):
-    _share_keys_and_have_the_bits_of_one(case, split)
-
-
-@pytest.mark.sampled(0, slow=1)
-@interpreted
-@pytest.mark.parametrize(
-    ("case", "split"),
-    [
-        # Six key blocks, from two stages of e4m3 to two of bfloat16: each is refilled twice.
-        (Case((330, 5), T=20, K=1, G=8, H=64, Z=16, width=24, fp8=True), 128),
-        (
-            Case((250,), T=24, K=1, G=8, H=64, Z=16, width=12, window=150, sinks=True, fp8=True),
-            128,
-        ),
-        (Case((100,), T=19, K=1, G=7, H=128, Z=16, width=8, fp8=True), 64),
-        (Case((126,), T=40, K=2, G=4, H=128, Z=32, width=6, sinks=True, fp8=True), 128),
-        (Case((0,), T=129, K=1, G=8, H=64, Z=16, width=16, fp8=True), 128),
-        (
-            Case((380, 0, 61), T=16, K=1, G=8, H=128, Z=64, width=8, fp8=True),
-            Splits(((0, 64), (256, 128))),
-        ),
-    ],
-    ids=["ragged", "ring", "seven-heads", "sinks", "from-nothing", "growing-splits"],
-)
-def test_row_tiles_that_share_converted_keys_have_the_bits_of_one(case, split):
-    _share_keys_and_have_the_bits_of_one(case, split)
-
-
-def _share_keys_and_have_the_bits_of_one(case: Case, split: int | Splits) -> None:
+def test_row_tiles_that_share_keys_have_the_bits_of_one(case, split, fp8):
+    case = dataclasses.replace(case, fp8=fp8)
     q, k, v, *rest = case.inputs()
     run = functools.partial(kernel, mosaic_sm90, case, 1, split)
     shared = exactly(run(row_groups=2), q, k, v, *rest)
@@ -73,31 +47,6 @@ def _share_keys_and_have_the_bits_of_one(case: Case, split: int | Splits) -> Non
     table, positions, sinks = rest
     last = exactly(run(), q[:, -1:], k, v, table, positions[:, -1:], sinks)
     np.testing.assert_array_equal(shared[:, -1:], last)
-
-
-@pytest.mark.sampled(0, slow=1)
-@interpreted
-@pytest.mark.parametrize(("H", "start"), [(64, 700), (128, 590)])
-def test_the_chosen_stages_of_converted_keys_give_the_bits_of_one_row_tile(H, start):
-    """More key blocks than stages of either ring, whose numbers differ."""
-    case = Case((start,), T=20, K=1, G=8, H=H, Z=64, width=12, fp8=True)
-    q, k, v, *rest = case.inputs()
-    launch = dispatch.resolve("verify_attention", "mosaic_gpu", chips=(90,))._replace(device=H200)
-    attend = mosaic_sm90.verify_attention
-    run = lambda config: exactly(
-        lambda q, k, v, *rest: attend(
-            q, k, v, *rest[:2], case.H**-0.5, None, rest[2], launch, config
-        ),
-        q,
-        k,
-        v,
-        *rest,
-    )
-    shared = mosaic_sm90.prefill_config(H, GROWING, fp8=True)
-    assert shared.stages != shared.raw_stages
-    one = mosaic_sm90.choose_config(q.shape, case.K, case.Z * case.width, None, H200, True)
-    assert (shared.row_groups, one.row_groups) == (2, 1)
-    np.testing.assert_array_equal(run(shared), run(one))
 
 
 @interpreted

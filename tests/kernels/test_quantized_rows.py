@@ -2,19 +2,16 @@
 others.
 """
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import activations, dispatch
+from pallas_kernels import dispatch
 from pallas_kernels.activations import are_quantized, as_quantized, quantize
-from pallas_kernels.block_gemm import mosaic_gpu, specs
+from pallas_kernels.block_gemm import specs
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
-from pallas_kernels.device import H200
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.quantize.mosaic_gpu import quantize as quantize_rows
 from pallas_kernels.quantize.mosaic_gpu import spread_operand
@@ -64,14 +61,6 @@ def test_a_group_is_divided_by_its_scale_and_rounded_to_e4m3():
     assert (far <= np.repeat(largest, 2, axis=1)[:, :5] * 2.0**-4).all()
 
 
-def test_a_row_is_quantised_by_itself():
-    x = rows_of(9, 256)
-    alone = quantize(x[4:5])
-    together = quantize(x)
-    np.testing.assert_array_equal(np.asarray(together.values)[4:5], np.asarray(alone.values))
-    np.testing.assert_array_equal(together.scale[:, 4], alone.scale[:, 0])
-
-
 def definition(x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     """Values and scales [R, groups] as numpy computes them: XLA for CPUs rounds to e4m3 twice."""
     groups = np.asarray(x, np.float32).reshape(x.shape[0], -1, 128)
@@ -81,7 +70,7 @@ def definition(x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     return values.reshape(x.shape), scale
 
 
-@pytest.mark.sampled(6, slow=4)
+@pytest.mark.sampled(2, slow=2)
 @every_chip
 @race_free
 @pytest.mark.parametrize(("R", "K"), [(1, 1280), (3, 256), (8, 128), (21, 384)])
@@ -94,7 +83,7 @@ def test_the_kernel_quantises_as_defined(R, K):
     np.testing.assert_array_equal(found.scale.T[:R], scale)
 
 
-@pytest.mark.sampled(3, slow=1)
+@pytest.mark.sampled(1, slow=1)
 @every_chip
 @race_free
 @pytest.mark.parametrize("K", [256, 1280])
@@ -158,7 +147,7 @@ def test_a_product_of_quantised_rows_is_the_definition(R, N, K, per_row):
 
 @every_chip
 @race_free
-@pytest.mark.sampled(1, slow=2)
+@pytest.mark.sampled(0, slow=2)
 def test_a_quantised_row_does_not_depend_on_its_company():
     """Sums are exact here: the interpreter may add in another order for another number of rows."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -175,20 +164,6 @@ def test_a_quantised_row_does_not_depend_on_its_company():
 
 
 E, TOP_K, D, F = 4, 2, 128, 128
-
-
-@pytest.mark.sampled(0, slow=1)
-@race_free
-@pytest.mark.parametrize("split", [False, True])
-def test_a_block_of_several_tiles_has_the_bits_of_one_for_each(split):
-    x, (values, scale) = rows_of(136, 640), weight_of(272, 640)
-    config = mosaic_gpu.TuningConfig(64, 2, split, 3, 2)
-    quantized, x_scale = quantize_rows(x, launch())
-    few, many = (launch()._replace(device=replace(H200, num_sms=n)) for n in (5, 132))
-    found, wanted = (
-        mosaic_gpu.product(quantized, values, scale, config, on, x_scale) for on in (few, many)
-    )
-    assert np.array_equal(found, wanted)
 
 
 def experts_of(R: int):
@@ -221,25 +196,3 @@ def test_experts_of_quantised_rows_are_the_definition(R):
     assert float(jnp.abs(found - wanted).mean()) <= 2**-9 * float(jnp.abs(wanted).mean())
     plain = referenced(moe, *args).astype(jnp.float32)
     assert float(jnp.abs(plain - wanted).mean()) >= 2**-8 * float(jnp.abs(wanted).mean())
-
-
-@both_chips
-@race_free
-@pytest.mark.sampled(1, slow=1)
-def test_experts_of_a_quantised_row_do_not_depend_on_its_company():
-    x, ids, weights, *leaves = experts_of(20)
-    run = lambda rows: np.asarray(
-        moe(
-            x[rows],
-            ids[rows],
-            weights[rows],
-            *leaves,
-            activations="fp8",
-            implementation="mosaic_gpu",
-        )
-    )
-    np.testing.assert_array_equal(run(slice(None))[17:18], run(slice(17, 18)))
-
-
-def test_the_largest_number_is_that_of_the_format():
-    assert float(jnp.finfo(E4M3).max) == activations.LARGEST

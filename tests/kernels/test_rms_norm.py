@@ -198,19 +198,6 @@ def test_the_kernel_norms_the_sum_of_the_parts(D, S, dtype, factor):
         np.testing.assert_allclose(one.astype(float), close.astype(float), rtol=2**-6, atol=2**-6)
 
 
-@pytest.mark.parametrize("factor", [False, True])
-@pytest.mark.usefixtures("race_free")
-def test_the_kernel_norms_the_sum_of_weighted_rows(factor):
-    h, delta, scale, weights = operands(3, 4, 1024)
-    buffer, given = in_buffer(delta, weights, jnp.bfloat16), rest(1024, factor=factor)
-    parts = buffer["delta"][buffer["routed"][1]].astype(jnp.float32) * weights[..., None]
-    run = jax.jit(functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu", **given))
-    found = run(h, scale=scale, **buffer)
-    wanted = in_steps(h, add_in_order(parts), scale, **given, implementation="mosaic_gpu")
-    for one, step in zip(found, wanted, strict=True):
-        assert np.array_equal(one, step)
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("D", [320, 1024])
 @pytest.mark.usefixtures("race_free")
@@ -218,13 +205,6 @@ def test_the_kernel_adds_weighted_rows_of_a_buffer(D, dtype):
     h, delta, scale, weights = operands(3, 2, 2, D)
     buffer = in_buffer(delta, weights, dtype)
     assert_same(kernel(h, scale=scale, **buffer), definition(h, scale=scale, **buffer), h.dtype)
-
-
-@pytest.mark.usefixtures("race_free")
-def test_the_kernel_norms_without_a_sum():
-    h, _, scale, _ = operands(1, 3, 320)
-    found = rms_norm(h, scale, eps=EPS, implementation="mosaic_gpu")
-    assert_same((h, found), (h, rms_norm(h, scale, eps=EPS)), h.dtype)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])

@@ -46,11 +46,10 @@ OF_LONG = {
     [
         pytest.param(1024, marks=pytest.mark.exhaustive),  # a read, which divides the row
         1088,  # a second read, of which one chunk is new
-        pytest.param(8192, marks=pytest.mark.exhaustive),  # four blocks
         pytest.param(9024, marks=pytest.mark.slow),  # half of the last block does not exist
-        pytest.param(16_384, marks=pytest.mark.exhaustive),  # the longest that is reduced as it is
-        16_448,  # tiles are chosen; one chunk of the last read is new
-        pytest.param(32_000, marks=pytest.mark.exhaustive),
+        pytest.param(
+            16_448, marks=pytest.mark.slow
+        ),  # tiles are chosen; one chunk of the last read is new
         pytest.param(151_936, marks=pytest.mark.slow),  # half of a tile at the end
         pytest.param(2**19, marks=pytest.mark.exhaustive),  # the longest
     ],

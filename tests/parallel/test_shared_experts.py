@@ -6,43 +6,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.moe.reference import ExpertWeights
-from pallas_kernels.moe.worklist import make_worklist, own_items
 from peagle_jax.models.quant import quantize_fp8
 from tests.kernels.experts import mixture
 
 E, K, D, F = 8, 2, 128, 192
-
-
-@pytest.mark.sampled(3, slow=1)
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_items_of_a_devices_experts_move_to_the_front(shared, count, num_cases):
-    """Every row finds its own experts' items by its slots, and the parts of other experts have
-    weight 0.
-    """
-    for case in range(num_cases("worklists of a device", 5)):
-        rng = np.random.default_rng(case)
-        rows, tokens = (5, 8) if shared else (21, 8)
-        chosen = rng.choice(E, 3, replace=False) if case % 2 else np.arange(E)
-        ids = np.stack([rng.choice(chosen, K, replace=False) for _ in range(rows)]).T
-        weights = jnp.asarray(rng.uniform(0.1, 1, (K, rows)), jnp.float32)
-        work = make_worklist(jnp.asarray(ids), E, tokens, shared)
-        kept = np.zeros((K, rows), bool)
-        for rank in range(count):
-            first = rank * E // count
-            own, share = own_items(work, weights, jnp.int32(first), E // count, tokens)
-            is_own = (ids >= first) & (ids < first + E // count)
-            np.testing.assert_array_equal(np.asarray(share), np.where(is_own, weights, 0))
-            slots, items = np.asarray(own.slots), int(own.num_items[0])
-            assert (slots[is_own] < items * tokens).all()
-            found = np.asarray(own.experts)[slots[is_own] // tokens]
-            np.testing.assert_array_equal(found, ids[is_own] - first)
-            if not shared:
-                assert len(set(slots[is_own])) == is_own.sum()
-                assert not set(slots[is_own]) & set(slots[~is_own])
-            assert (slots < own.items * tokens).all()
-            kept |= is_own
-        assert kept.all()
 
 
 def projection(form: str, shape: tuple[int, ...], seed: int) -> ExpertWeights:

@@ -41,26 +41,6 @@ def test_a_head_of_keys_lies_on_all_devices_that_read_it():
     assert stored_attention(attention, 4).num_kv_heads == 4
 
 
-def test_gate_and_up_are_cut_by_themselves():
-    cut = cut_of(tiny.TARGET, ("layers", 0, "mlp", "gate_up", "weight"), (8, 3), (8, 3), 2)
-    rows = np.arange(8)[:, None].repeat(3, 1)
-    assert [share[0] for share in shares(rows.T, replace(cut, axis=1), 2)] == [
-        [0, 1, 4, 5],
-        [2, 3, 6, 7],
-    ]
-
-
-@pytest.mark.parametrize("weight_shape", [(8,), (8, 3)])
-def test_a_bias_is_cut_as_its_rows_and_never_as_experts(weight_shape):
-    """Also if the caller gives the shape of its weight."""
-    path = ("layers", 0, "mlp", "gate_up", "bias")
-    cut = cut_of(tiny.TARGET, path, (8,), weight_shape, 2)
-    assert shares(np.arange(8), cut, 2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert cut_of(tiny.TARGET, ("layers", 0, "mlp", "down", "bias"), (8,), weight_shape, 2) is None
-    experts = cut_of(tiny.TARGET, path, (2, 2, 4), (2, 2, 4, 3), 2)
-    assert shares(np.arange(16).reshape(2, 2, 4)[:, 0, 0], experts, 2) == [[0], [8]]
-
-
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("vocab_size", [24, 33, 96, 128, 151936, 201088])
 def test_every_row_of_the_vocabulary_lies_on_one_device(vocab_size, count):

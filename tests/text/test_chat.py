@@ -14,7 +14,7 @@ from peagle_jax.cli.model_folders import embedded
 from peagle_jax.config import ConfigError
 from peagle_jax.text import chat_templates, text_process
 from peagle_jax.text.tokenizer import Tokenizer
-from tests.text.families import FAMILIES, FIRST_BYTE, GEMMA_LETTERS, write
+from tests.text.families import FAMILIES, write
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Hi €"}
@@ -27,14 +27,6 @@ USER_ID, ASSISTANT_ID, SYSTEM_ID = 258, 266, 271  # bytes take 0..255, then us, 
 HI = b"Hi \xe2\x82\xac"
 YO = b"Yo \xf0\x9f\x91\x8b"
 
-START, END = 277, 278  # <|im_start|> <|im_end|>
-QWEN = [
-    *(START, SYSTEM_ID, *b"\nBe brief.", END, *b"\n"),
-    *(START, USER_ID, *b"\n", *HI, END, *b"\n"),
-    *(START, ASSISTANT_ID, *b"\n", *YO, END, *b"\n"),
-    *(START, USER_ID, *b"\nok 12345", END, *b"\n"),
-    *(START, ASSISTANT_ID, *b"\n"),
-]
 AS, CHANNEL, START, END, MESSAGE = 259, 279, 280, 281, 282
 GPT_OSS = [
     *(START, SYSTEM_ID, MESSAGE, *b"Date: 2026-01-31\nRe", AS, *b"oning: medium", END),
@@ -55,22 +47,7 @@ LLAMA = [
 ]
 
 
-def letters(text: str) -> list[int]:
-    """Ids of Gemma's single letters, which stand after the bytes."""
-    return [FIRST_BYTE + 256 + GEMMA_LETTERS.index(letter) for letter in text]
-
-
-TURN, END, NEWLINE = 379, 380, 261  # <|turn> <turn|>
-GEMMA_USER, GEMMA_SYSTEM, GEMMA_MODEL = 361, 374, 378
-GEMMA = [
-    2,
-    *(TURN, GEMMA_SYSTEM, NEWLINE, *letters("Be▁brief."), END, NEWLINE),
-    *(TURN, GEMMA_USER, NEWLINE, *letters("Hi▁€"), END, NEWLINE),
-    *(TURN, GEMMA_MODEL, NEWLINE, *letters("Yo▁"), 244, 163, 149, 143, END, NEWLINE),
-    *(TURN, GEMMA_USER, NEWLINE, *letters("ok▁12345"), END, NEWLINE),
-    *(TURN, GEMMA_MODEL, NEWLINE),
-]
-GOLDENS = {"qwen": QWEN, "gpt_oss": GPT_OSS, "llama": LLAMA, "gemma": GEMMA}
+GOLDENS = {"gpt_oss": GPT_OSS, "llama": LLAMA}
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +83,7 @@ def offline(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", connect)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GOLDENS)
 def test_a_conversation_becomes_the_golden_tokens(tokenizers, family):
     assert tokenizers[family].chat(TALK) == GOLDENS[family]
 

@@ -91,17 +91,6 @@ def test_any_byte_tokens_decode_as_their_bytes_do(num_cases, tokenizers):
     try_one()
 
 
-def gemma_bytes(data: bytes) -> list[int]:
-    return [FIRST_BYTE + byte for byte in data]
-
-
-def test_a_bad_byte_leaves_the_characters_beside_it_alone(tokenizers):
-    tokenizer = tokenizers["gemma"]
-    tokens = gemma_bytes("👋".encode() + b"\xff" + "é".encode())
-    assert tokenizer.decode(tokens) == f"👋{BROKEN}é"
-    assert tokenizer._backend.decode(tokens) == BROKEN * 7  # why decoding is not left to it
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_character_is_shown_with_its_last_byte(tokenizers, family):
     tokenizer = tokenizers[family]

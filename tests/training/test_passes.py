@@ -7,63 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from pallas_kernels import dispatch
 from pallas_kernels.device import H200
-from peagle_jax.config import DrafterConfig, TargetConfig
-from peagle_jax.method.draft_head import DraftHead
-from peagle_jax.models import Decoder
-from peagle_jax.rope_config import RopeConfig
 from peagle_jax.training import drafter, embedding, passes, recipe
 from peagle_jax.training.trainer import cast, split_model
 from tests import tiny
+from tests.tiny import causal_attention
 from tests.training.small import head_options, three_texts
-
-ROPE = RopeConfig(theta=10_000.0)
-
-
-def _models(method, seed=0):
-    target = TargetConfig(
-        family="qwen3",
-        vocab_size=128,
-        hidden_size=16,
-        num_layers=8,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        intermediate_size=24,
-        norm_eps=1e-6,
-        rope=ROPE,
-        max_position=64,
-        tie_embeddings=True,
-        attention_bias=False,
-        qk_norm=True,
-        eos_ids=(0,),
-    )
-    head = DrafterConfig(
-        method=method,
-        vocab_size=128,
-        draft_vocab_size=128,
-        hidden_size=16,
-        target_hidden_size=16,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        intermediate_size=24,
-        norm_eps=1e-6,
-        rope=ROPE,
-        mask_token_id=1,
-        own_embedding=method == "peagle",
-    )
-    target = Decoder(target, dtype=jnp.float32, rngs=nnx.Rngs(seed))
-    return target, DraftHead(head, dtype=jnp.float32, rngs=nnx.Rngs(seed + 1))
-
-
-def causal(rows, cache, *, window, scale, sinks):
-    q, k, v = rows.heads()
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True), cache
 
 
 def _naive_rows(target, head, tokens, fused, anchor, depths, feed_back):
@@ -75,16 +26,18 @@ def _naive_rows(target, head, tokens, fused, anchor, depths, feed_back):
     rows = tokens[None, 1 : anchor + 2]
     if not feed_back:
         mask = jnp.full((1, depths - 1), head.config.mask_token_id)
-        state = jnp.broadcast_to(head.fuse(head.mask_hidden[...]), (1, depths - 1, 16))
+        state = jnp.broadcast_to(
+            head.fuse(head.mask_hidden[...]), (1, depths - 1, tiny.HEAD.hidden_size)
+        )
         rows = jnp.concatenate([rows, mask], 1)
         states = jnp.concatenate([fused, state], 1)
         positions = jnp.arange(rows.shape[1])[None]
-        out, _ = head(target, rows, states, positions, [None] * 2, causal)
+        out, _ = head(target, rows, states, positions, [None] * 2, causal_attention)
         return head.logits(target, out[0, anchor:])
     states, logits = fused, []
     for d in range(depths):
         positions = jnp.arange(rows.shape[1])[None]
-        out, _ = head(target, rows, states, positions, [None] * 2, causal)
+        out, _ = head(target, rows, states, positions, [None] * 2, causal_attention)
         logits.append(head.logits(target, out[0, -1]))
         if anchor + d + 2 >= S:
             break
@@ -96,10 +49,11 @@ def _naive_rows(target, head, tokens, fused, anchor, depths, feed_back):
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_training_rows_are_what_serving_computes(method):
-    target, head = _models(method)
+    target = tiny.target()
+    head = tiny.head(method, num_layers=2, own_embedding=method == "peagle")
     text = three_texts()
     options = head_options(batch=3)
-    taps = target.config.default_taps
+    taps = tiny.HEAD.taps
 
     @jax.jit
     def trained_on(target, head):
@@ -111,7 +65,7 @@ def test_training_rows_are_what_serving_computes(method):
     @jax.jit
     def served(target, head):
         positions = jnp.broadcast_to(jnp.arange(12), text.tokens.shape)
-        hidden, tapped, _ = target(text.tokens, positions, [None] * 8, causal, taps=taps)
+        hidden, tapped, _ = target(text.tokens, positions, [None] * 3, causal_attention, taps=taps)
         return jax.nn.log_softmax(target.unembed(hidden)), head.fuse(tapped)
 
     outcome = trained_on(target, head)

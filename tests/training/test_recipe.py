@@ -54,7 +54,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.sampled(1, slow=1)
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_the_losses_fall(trained, method):
     out = trained(method)
