@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from peagle_jax.engine.host.completion import Completion
     from peagle_jax.method.step import prefill, speculative_step
     from peagle_jax.sampling_params import SamplingParams
+    from peagle_jax.training.logprobs import logprobs
 
 __all__ = [
     "Completion",
@@ -32,6 +33,7 @@ __all__ = [
     "SamplingParams",
     "TargetConfig",
     "load",
+    "logprobs",
     "prefill",
     "speculative_step",
 ]
@@ -41,6 +43,7 @@ _HOMES = {
     "Engine": "engine.engine",
     "SamplingParams": "sampling_params",
     "load": "cli.loading",
+    "logprobs": "training.logprobs",
     "prefill": "method.step",
     "speculative_step": "method.step",
 }

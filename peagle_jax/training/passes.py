@@ -106,17 +106,25 @@ def run_target(target: Decoder, text: Text, taps: tuple[int, ...]) -> Run:
 
     @jax.jit
     def run(target: Decoder, tokens: jax.Array) -> Run:
-        B, S = tokens.shape
-        positions = jnp.broadcast_to(jnp.arange(S), tokens.shape)
-        W = -(-S // _PAGE_SIZE)
-        table = 1 + jnp.arange(B * W, dtype=jnp.int32).reshape(B, W)  # page 0 is the dummy page
-        attend = PagedAttention(table, jnp.arange(B, dtype=jnp.int32), positions)
         with dispatch.as_served():
-            cache = [_pages(target, i, 1 + B * W) for i in range(target.config.num_layers)]
-            hidden, tapped, _ = target(tokens, positions, cache, attend, taps=taps)
+            hidden, tapped = served_pass(target, tokens, taps)
             return Run(tokens, tapped, target.norm(hidden))
 
     return jax.tree.map(jax.lax.stop_gradient, run(target, text.tokens.astype(jnp.int32)))
+
+
+def served_pass(
+    target: Decoder, tokens: jax.Array, taps: tuple[int, ...] = ()
+) -> tuple[jax.Array, jax.Array | None]:
+    """Hidden states [B, S, D] and taps of whole texts [B, S] int32, with attention over pages."""
+    B, S = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(S), tokens.shape)
+    # At least two pages, 128 positions: the reference's blocks of keys are then the engine's.
+    W = max(2, -(-S // _PAGE_SIZE))
+    table = 1 + jnp.arange(B * W, dtype=jnp.int32).reshape(B, W)  # page 0 is the dummy page
+    attend = PagedAttention(table, jnp.arange(B, dtype=jnp.int32), positions)
+    cache = [_pages(target, i, 1 + B * W) for i in range(target.config.num_layers)]
+    return target(tokens, positions, cache, attend, taps=taps)[:2]
 
 
 def _pages(target: Decoder, layer: int, count: int) -> PageCache:
