@@ -190,7 +190,11 @@ def test_log_probabilities_are_those_of_one_device(count, num_top, num_cases):
         logits = rng.integers(-3, 4, (4, 4, V)).astype(np.float32)
         logits[1, :, :40] = logits[2, 3, 1:] = logits[3, 0, :-1] = -np.inf
         tokens = rng.integers(0, V, (4, 4), dtype=np.int32)
-        score = lambda logits, tokens: sampling.token_logprobs(logits, tokens, num_top)
+
+        def score(logits, tokens):
+            logprobs = vocabulary.log_softmax(logits)
+            return sampling.at_tokens(logprobs, tokens), *vocabulary.top(logprobs, num_top)
+
         found = on_devices(count, score, logits, tokens)
         check_scores(found, score(logits, tokens))
         assert (found[1] < V).all()
