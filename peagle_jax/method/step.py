@@ -20,6 +20,7 @@ from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
 from peagle_jax.method.adjust import Adjustments, Controls, count_tokens, init_controls
@@ -27,7 +28,7 @@ from peagle_jax.method.drafter import Drafter, DraftInputs, absorbed
 from peagle_jax.method.plan import DecodePlan, PrefillPlan, RequestParams, idle_params
 from peagle_jax.method.prompt_scores import PromptScores, score_prompt
 from peagle_jax.method.sampling import request_keys
-from peagle_jax.method.token_scores import sampled_logits, score_rows
+from peagle_jax.method.token_scores import Scores, sampled_logits, score_rows
 from peagle_jax.method.verify import Verdict, verify
 from peagle_jax.models.cache import LayerCache, PagedAttention, init_cache
 from peagle_jax.parallel import vocabulary
@@ -87,23 +88,32 @@ def init_state(target: TargetConfig, drafter: DrafterConfig | None, config: Engi
     )
 
 
-def pack_output(
-    logits: jax.Array,
+def _scored(
     verdict: Verdict,
-    drafts: jax.Array,
+    logits: jax.Array,
     params: RequestParams,
     max_logprobs: int,
     sampled: Callable[[], jax.Array],
-) -> StepOutput:
-    """Packs the verdict over logits [B, T, V] and the next drafts [B, K].
+) -> tuple[Verdict, Scores | None]:
+    """The verdict over logits [B, T, V], and the scores of its tokens, computed only if some row
+    asks for them; None in rounds of `plan.greedy_only`.
 
-    Computes logprobs and top-n only if some row requests logprobs; `sampled` as in `score_rows`.
+    What updates the controls must use this verdict: it waits for the scores, which read them.
+    Otherwise XLA copies the controls of all slots in every call.
+
+    Args:
+      sampled: as in `score_rows`.
     """
-    packed = jnp.concatenate([verdict.tokens, _signed_count(verdict)[:, None]], axis=1)
     if params.scored is None:
-        return StepOutput(packed, drafts)
+        return verdict, None
     scores = score_rows(logits, verdict.tokens, params.scored, max_logprobs, sampled)
-    return StepOutput(packed, drafts, *scores)
+    return lax.optimization_barrier((verdict, scores))
+
+
+def pack_output(verdict: Verdict, drafts: jax.Array, scores: Scores | None) -> StepOutput:
+    """Packs the verdict, the next drafts [B, K] and the scores."""
+    packed = jnp.concatenate([verdict.tokens, _signed_count(verdict)[:, None]], axis=1)
+    return StepOutput(packed, drafts, *(scores or ()))
 
 
 def _signed_count(verdict: Verdict) -> jax.Array:
@@ -298,9 +308,10 @@ def speculative_step(
     adjustments = Adjustments.of(state.controls, plan.slots, plan.constrained, mask)
     verdict = accept(logits, inputs.drafts, inputs.draft_probs, positions + 1, params, adjustments)
     law = partial(sampled_logits, logits, inputs.drafts, positions + 1, params, adjustments)
+    verdict, scores = _scored(verdict, logits, params, max_logprobs, law)
     verified = Verified(verdict, tapped, cache)
     state, proposed = finish_round(target, drafter, state, plan, inputs, verified)
-    return state, pack_output(logits, verdict, proposed, params, max_logprobs, law)
+    return state, pack_output(verdict, proposed, scores)
 
 
 def prefill(
@@ -343,6 +354,7 @@ def prefill(
     adjustments = Adjustments(state.controls, slots, plan.constrained, mask)
     verdict = accept(logits, proposed, None, decided, params, adjustments)
     law = partial(sampled_logits, logits, proposed, decided, params, adjustments)
+    verdict, first_scores = _scored(verdict, logits, params, max_logprobs, law)
     ends = plan.next_token < 0
     count = jnp.where(ends & (plan.count > 0), 1, 0)
     following = jnp.where(ends, verdict.tokens[:, 0], plan.next_token)
@@ -368,8 +380,7 @@ def prefill(
             temperature=params.temperature,
         )
         state, proposed = _draft(target, drafter, state, inputs)
-    verdict = verdict._replace(count=count)
-    output = pack_output(logits, verdict, proposed, params, max_logprobs, law)
+    output = pack_output(verdict._replace(count=count), proposed, first_scores)
     if scores:
         prompt = score_prompt(target.unembed, hidden, shifted, max_logprobs)
         output = replace(output, prompt=prompt)
