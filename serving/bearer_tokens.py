@@ -8,7 +8,7 @@ from pathlib import Path
 from peagle_jax.config import ConfigError
 from serving.watched_files import WatchedFiles
 
-_SCOPE = re.compile(r"(\S+)\s+scope=(\S*)")
+_LINE = re.compile(r"(\S+)(?:\s+scope=(\S*))?")
 
 
 class AdminToken(bytes):
@@ -16,13 +16,13 @@ class AdminToken(bytes):
 
 
 class TokenFile(Sequence[bytes]):
-    """Bearer tokens of a file, one per line: `TOKEN`, or `TOKEN scope=admin`. Empty lines and lines
-    that begin with # are skipped.
+    """Bearer tokens of a file, one per line: `TOKEN`, or `TOKEN scope=admin`. A token has no white
+    space and no `scope=`. Empty lines and lines that begin with # are skipped.
 
     The file is read again when it changes.
 
     Raises:
-      ConfigError: the file cannot be read, or holds no token.
+      ConfigError: the file cannot be read, holds no token, or has another line.
     """
 
     def __init__(self, path: str | Path):
@@ -47,21 +47,24 @@ class TokenFile(Sequence[bytes]):
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self._path}: cannot read the bearer tokens ({error})") from error
-        stripped = (line.strip() for line in lines)
-        tokens = tuple(self._token(line) for line in stripped if line and line[0] != "#")
+        stripped = ((number, line.strip()) for number, line in enumerate(lines, 1))
+        tokens = tuple(self._token(*one) for one in stripped if one[1] and one[1][0] != "#")
         if not tokens:
             raise ConfigError(f"{self._path}: holds no bearer token; write one a line")
         return tokens
 
-    def _token(self, line: str) -> bytes:
-        scoped = _SCOPE.fullmatch(line)
-        if scoped is None:
-            return line.encode()
-        if scoped[2] != "admin":
+    def _token(self, number: int, line: str) -> bytes:
+        where, parts = f"{self._path}: line {number}", _LINE.fullmatch(line)
+        # A line that is nearly right must not become a token: everyone can guess `scope=admin`. The
+        # message may go to a log, so it quotes no token.
+        if parts is None or "scope=" in parts[1].lower():
             raise ConfigError(
-                f"{self._path}: scope={scoped[2]} is unknown; admin is the only scope"
+                f"{where} is neither TOKEN nor TOKEN scope=admin, without other spaces"
             )
-        return AdminToken(scoped[1].encode())
+        if parts[2] not in (None, "admin"):
+            raise ConfigError(f"{where}: scope={parts[2]} is unknown; admin is the only scope")
+        token = parts[1].encode()
+        return token if parts[2] is None else AdminToken(token)
 
 
 def token_of(headers: Sequence[str | bytes], tokens: Sequence[bytes]) -> bytes | None:

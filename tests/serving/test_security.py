@@ -31,7 +31,7 @@ from tests.serving.test_http_errors import LONG, refusal
 from tests.waiting import LIMIT, eventually
 
 SHORT = pb.GenerateRequest(text="a", stopping=pb.Stopping(max_tokens=3, ignore_eos=True))
-TOKENS = "# of the tests\nopen sesame\n\n  second  \n"
+TOKENS = "# of the tests\nopen-sesame\n\n  second  \n"
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def bearer(token: str) -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {token}")]
 
 
-def generate(over: grpc.Channel, token: str | None = "open sesame", **options):
+def generate(over: grpc.Channel, token: str | None = "open-sesame", **options):
     stub = peagle_v1_pb2_grpc.GenerationStub(over)
     metadata = None if token is None else bearer(token)
     return stub.GenerateOnce(SHORT, metadata=metadata, timeout=LIMIT, **options)
@@ -175,7 +175,7 @@ def every_call(over: grpc.Channel, metadata) -> dict[str, grpc.StatusCode]:
     return {name: status(call) for name, call in calls.items()}
 
 
-WRONG = (None, "", "open sesame", "Bearer", "Bearer open sesam", "Bearer # of the tests", "Basic a")
+WRONG = (None, "", "open-sesame", "Bearer", "Bearer open-sesam", "Bearer # of the tests", "Basic a")
 
 
 @pytest.mark.parametrize("header", WRONG)
@@ -188,13 +188,13 @@ def test_every_call_needs_a_token(secure, pki, header):
 
 def test_a_right_token_opens_every_call(secure, pki):
     with channel(secure, pki) as over:
-        for header in ("Bearer open sesame", "bearer  second "):
+        for header in ("Bearer open-sesame", "bearer  second "):
             found = every_call(over, [("authorization", header)])
             assert set(found.values()) == {grpc.StatusCode.OK}
 
 
 def test_a_call_with_two_tokens_has_none(secure, pki):
-    known, other = ("authorization", "Bearer open sesame"), ("authorization", "Bearer other")
+    known, other = ("authorization", "Bearer open-sesame"), ("authorization", "Bearer other")
     with channel(secure, pki) as over:
         for metadata in ([known, other], [other, known]):
             refused = set(every_call(over, metadata).values())
@@ -216,7 +216,7 @@ def test_tokens_change_without_a_restart(secure, pki, files, caplog):
         assert status(generate, over, "third") is grpc.StatusCode.UNAUTHENTICATED
         (files / "tokens").write_text("third\n")
         assert status(generate, over, "third") is grpc.StatusCode.OK
-        assert status(generate, over, "open sesame") is grpc.StatusCode.UNAUTHENTICATED
+        assert status(generate, over, "open-sesame") is grpc.StatusCode.UNAUTHENTICATED
         (files / "tokens").write_text("# all gone\n")
         assert status(generate, over, "third") is grpc.StatusCode.OK
         assert status(generate, over, "# all gone") is grpc.StatusCode.UNAUTHENTICATED
@@ -314,17 +314,38 @@ def test_invalid_token_files_are_refused_at_the_start(tmp_path):
         TokenFile(tmp_path / "binary")
 
 
+NO_TOKENS = (
+    "scope=admin",
+    " scope=admin",
+    "SECRET Scope=admin",
+    "SECRET scope = admin",
+    "a SECRET",
+)
+NO_TOKENS += ("SECRET scope=admin more", "scope=admin scope=admin", "SECRETscope=admin")
+
+
+@pytest.mark.parametrize("line", NO_TOKENS)
+def test_a_line_that_is_nearly_a_token_with_a_scope_is_refused(tmp_path, line):
+    """Its text would be a bearer token: one that everyone can guess."""
+    (tmp_path / "tokens").write_text(f"# tokens\nsecond\n{line}\n")
+    with pytest.raises(
+        ConfigError, match="line 3 is neither TOKEN nor TOKEN scope=admin"
+    ) as refused:
+        TokenFile(tmp_path / "tokens")
+    assert "SECRET" not in str(refused.value)
+
+
 def test_a_token_opens_everything_but_health(make_engine, tmp_path):
     file = tmp_path / "tokens"
-    file.write_text("open sesame\n")
+    file.write_text("open-sesame\n")
     with (
         LiveServer(make_engine(), http=True, tokens=TokenFile(file)) as server,
         server.client() as http,
     ):
         for path in ("/health", "/ready"):
             assert http.get(path).status_code == 200
-        known = {"authorization": "Bearer open sesame"}
-        for given in ({}, {"authorization": "Bearer x"}, {"authorization": "open sesame"}):
+        known = {"authorization": "Bearer open-sesame"}
+        for given in ({}, {"authorization": "Bearer x"}, {"authorization": "open-sesame"}):
             for path in ("/metrics", "/v1/models", "/version", "/nothing"):
                 refused = http.get(path, headers=given)
                 assert refusal(refused, 401)["type"] == "authentication_error"
@@ -333,9 +354,9 @@ def test_a_token_opens_everything_but_health(make_engine, tmp_path):
         assert http.get("/metrics", headers=known).status_code == 200
         assert http.post("/v1/completions", json=LONG, headers=known).status_code == 200
         os.utime(file, (1, 1))
-        file.write_text("another one\n")
+        file.write_text("another-one\n")
         refusal(http.get("/metrics", headers=known), 401)
-        assert http.get("/metrics", headers={"authorization": "bearer another one"}).is_success
+        assert http.get("/metrics", headers={"authorization": "bearer another-one"}).is_success
 
 
 def peer_certificate(address: str, ca: str) -> bytes:

@@ -275,7 +275,7 @@ def test_help_tells_of_every_option_once_with_its_default():
 
 def test_what_is_in_force_is_printed_but_no_secret(tmp_path):
     tokens = tmp_path / "tokens"
-    tokens.write_text("open sesame\n")
+    tokens.write_text("open-sesame\n")
     found, sources = resolve(["--auth-token-file", str(tokens), "--port", "5"], {})
     lines = found.lines(sources)
     assert "port: 5  (command line)" in lines
