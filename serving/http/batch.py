@@ -71,9 +71,6 @@ class Batch:
 
     Raises:
       ConfigError: a file cannot be used, or another run writes the answers.
-
-    Attributes:
-      close: closes the file of the answers.
     """
 
     def __init__(self, source: Path, out: Path):
@@ -90,12 +87,17 @@ class Batch:
                 self._out = stack.enter_context(out.open("ab"))
                 fcntl.flock(self._out, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._read_answers()
-                self.close = stack.pop_all().close
+                stack.pop_all()
         except BlockingIOError as error:
             raise ConfigError(f"{out}: another run writes it") from error
         except OSError as error:
             name = error.filename or out
             raise ConfigError(f"{name}: cannot be used ({error.strerror})") from error
+
+    def close(self) -> None:
+        """Closes the file of the answers, which writes what is left; raises as `run` does."""
+        with self._writing():
+            self._out.close()
 
     def run(self, engine: "Engine", settings: Settings) -> Result:
         """Answers the lines that have no answer yet, many at a time.
@@ -171,12 +173,17 @@ class Batch:
 
     async def _write(self, entry: dict) -> None:
         line = await dump_in_turns(entry) + b"\n"
-        try:
+        with self._writing():
             self._out.write(line)
             self._out.flush()
+        self._add(entry)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise ConfigError(f"{self._path}: cannot be written ({error.strerror})") from error
-        self._add(entry)
 
     def _advance(self, bar: tqdm) -> None:
         self._left -= 1

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from serving.http.batch import Batch
 from tests.waiting import LIMIT, eventually
 
 PROMPTS = {"a": "def quicksort(xs):", "b": "return xs", "c": "quick", "d": "xs # def"}
@@ -136,6 +137,24 @@ def test_files_that_cannot_be_used(generate, folders, files, tmp_path):
         code, _, err = generate("--batch", files[0], out, *folders.options())
         assert code == 2
         assert part in err
+
+
+def test_a_full_disk_is_one_line_of_error(batch, files, monkeypatch):
+    """Closing the file writes again what could not be written."""
+    files[0].write_text(good("a"))
+    run = Batch.run
+
+    def run_on_a_full_disk(self, *arguments):
+        with open("/dev/full", "wb") as full:
+            os.dup2(full.fileno(), self._out.fileno())
+        return run(self, *arguments)
+
+    monkeypatch.setattr(Batch, "run", run_on_a_full_disk)
+    code, _, err = batch()
+    assert code == 2
+    assert "Traceback" not in err
+    last = err.strip().splitlines()[-1]
+    assert last.endswith(f"error: {files[1]}: cannot be written (No space left on device)")
 
 
 @pytest.mark.parametrize(
