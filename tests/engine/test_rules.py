@@ -76,6 +76,18 @@ def test_requests_that_can_never_run_are_refused_with_a_reason(engine, prompt, f
     assert not engine.has_work
 
 
+def test_bad_words_are_not_read_by_patterns_of_unknown_authors(engine, monkeypatch):
+    """The event loop and the rounds would wait for them, word by word."""
+    monkeypatch.setattr(engine.tokenizer, "may_take_forever", True)
+    asked = []
+    for name in ("encode", "encode_in_time"):
+        monkeypatch.setattr(engine.tokenizer, name, lambda text, **options: asked.append(text))
+    for ask in (engine.validate, engine.add_request):
+        with pytest.raises(ConfigError, match="bad_words: need a tokenizer with the patterns"):
+            ask([5], SamplingParams(bad_words=("x",)))
+    assert not asked
+
+
 def test_what_can_run_is_validated_without_a_trace(engine):
     params = SamplingParams(max_tokens=4, stop=("x",), logprobs=3, num_speculative_tokens=J)
     assert engine.validate("a-prompt", params) == engine.tokenizer.encode("a-prompt")

@@ -12,16 +12,20 @@ def banned_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[int, 
     """Token ids of bad words, each as it is and after a space.
 
     Raises:
-      ConfigError: there is no tokenizer, or a word is not one token; `field` is "bad_words".
+      ConfigError: there is no tokenizer, or one whose patterns may search for any time; a word is
+        not one token. `field` is "bad_words".
     """
     token_ids = set()
     for word in words:
         if tokenizer is None:
             raise ConfigError.of("bad_words", "need a model with a tokenizer; use logit_bias")
+        # An event loop and the rounds of an engine wait for this.
+        if tokenizer.may_take_forever:
+            rule = "need a tokenizer with the patterns of a supported family; use logit_bias"
+            raise ConfigError.of("bad_words", rule)
         try:
             plain, spaced = (
-                tokenizer.encode_in_time(space + word.lstrip(), special=False)
-                for space in ("", " ")
+                tokenizer.encode(space + word.lstrip(), special=False) for space in ("", " ")
             )
         except ConfigError as error:
             raise ConfigError.of("bad_words", str(error)) from error
