@@ -4,6 +4,7 @@ jax is imported only after the arguments are validated, so that help and errors 
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -450,16 +451,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         check_address_space()
-        return _run(args)
+        code = _run(args)
+        print(end="", flush=True)
+        return code
     except ConfigError as error:
         fail(error)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader closed the pipe
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # What stdout still holds would fail again at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        if error.errno == errno.EPIPE:  # the reader closed the pipe
+            return 1
+        fail(f"the output cannot be written ({error.strerror})")
+        return 2
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise

@@ -57,6 +57,16 @@ def test_streamed_text_is_the_completion_text(generate, folders):
     assert out == PROMPT + objects(text)[0]["text"] + "\n"
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_full_disk_is_one_line_of_error(generate, folders, form, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        code, _, err = generate(PROMPT, *folders.options("none"), *SHORT, *form)
+    assert code == 2
+    last = "peagle-generate: error: the output cannot be written (No space left on device)"
+    assert err.splitlines()[-1] == last
+
+
 def test_json_gives_tokens_counts_and_timings_for_each_prompt_and_a_summary(generate, folders):
     code, out, _ = generate(
         PROMPT,
