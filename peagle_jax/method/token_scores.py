@@ -8,7 +8,7 @@ from jax import lax
 
 from peagle_jax.method.adjust import Adjustments, adjusted
 from peagle_jax.method.plan import SAMPLED, RequestParams
-from peagle_jax.method.sampling import at_tokens, cutoffs, law_logits
+from peagle_jax.method.sampling import at_tokens, cutoffs_of, law_logits
 from peagle_jax.parallel import partition, vocabulary
 
 Scores = tuple[jax.Array, jax.Array, jax.Array]
@@ -36,8 +36,7 @@ def sampled_logits(
     if adjustments is not None:
         logits = adjusted(logits, drafts, positions, params, adjustments)
     own = lax.optimization_barrier(logits)  # the rest compiles as in `verify`
-    filters = (params.temperature, params.top_k, params.top_p, params.min_p)
-    cutoff = lax.optimization_barrier(cutoffs(own, *(x[:, None] for x in filters)))
+    cutoff = lax.optimization_barrier(cutoffs_of(own, params))
     return law_logits(own, params.temperature[:, None], cutoff)
 
 
