@@ -273,20 +273,20 @@ class Devices:
             self._weight_specs = [leaf.sharding.spec for leaf in weights]
         return weights
 
-    def replace_weights(self, operands: list, leaves: list, take: list[Callable]) -> None:
+    def replace_weights(self, operands: list, take: list[Callable | None]) -> None:
         """Replaces operands of programs one by one, so that no two models are in memory at once.
 
         Args:
           operands: what `take_weights` returned; changed in place.
-          leaves: weights of the same shapes and shardings.
-          take: for each of them a function of it and of the operand before it, which returns the
-            engine's own array.
+          take: for each weight a function of the one before, which returns the one that takes its
+            place, of the same shape and sharding; None: it stays.
         """
-        alone = range(len(leaves)) if self.mesh is None else self._stacks.alone
+        alone = range(len(take)) if self.mesh is None else self._stacks.alone
         for place, i in enumerate(alone):
-            operands[place] = take[i](leaves[i], operands[place])
+            if take[i] is not None:
+                operands[place] = take[i](operands[place])
         if self.mesh is not None:
-            operands[len(alone) :] = self._stacks.stacks(leaves)
+            self._stacks.replace(operands, take)
 
     def leaves(self, weights: list) -> list:
         """The weights, or one device's shares of them, from the operands of a program.

@@ -1,6 +1,6 @@
-"""Weights that come to an engine that runs: checked leaf by leaf, and arranged as its own are."""
+"""Weights that come to an engine that runs: checked leaf by leaf, and placed as its own are."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from peagle_jax.devices import Devices
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import build
 from peagle_jax.models.quant import quantize_fp8
-from peagle_jax.models.weight_order import arrange_weights
 
 Weights = nnx.Module | Mapping | str | Path | Iterable[tuple[str, Any]]
 """A model: a module, a pytree of its parameters (`nnx.state` of it, or dicts of arrays with the
@@ -37,6 +36,14 @@ def is_stored(weights: Weights) -> bool:
     return not isinstance(weights, nnx.Module) and isinstance(weights, Iterable | Path)
 
 
+def host() -> jax.Device:
+    """The processor, or the default device where jax has none, as with JAX_PLATFORMS=cuda."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return dispatch.default_device()
+
+
 def loaded(weights: Weights, like: nnx.Module, target: TargetConfig, devices: Devices):
     """The model of weights that are stored, in arrays of its own.
 
@@ -47,27 +54,24 @@ def loaded(weights: Weights, like: nnx.Module, target: TargetConfig, devices: De
         weights = weights.items()
     elif isinstance(weights, str | Path) and is_gguf(weights):
         weights = resolve(str(weights))[0]
-    model = load_like(weights, like, target, devices)
-    arrange_weights(model, in_tiles=_has_tiles(_by_name(like)), frees=True)
-    return model
+    return load_like(weights, like, target, devices)
 
 
-def arranged(weights: Weights, like: nnx.Module, devices: Devices, *, frees: bool) -> nnx.Module:
-    """The weights as a module with the structure of `like`, whose place they take.
+def checked(weights: Weights, like: nnx.Module, devices: Devices) -> dict[str, Any]:
+    """The arrays by name, where the caller has them; those of the host as numpy's.
 
-    What comes unquantised for an FP8 weight is quantised as in loading. Arrays that need no change
-    are the caller's own.
+    What comes unquantised for an FP8 weight is quantised as in loading, on the host.
 
     Args:
       weights: a module or a pytree.
-      like: the engine's model; its arrays are not read.
-      frees: delete arrays whose numbers are put into another order, see `arrange_weights`.
+      like: the engine's model, or its shapes.
 
     Raises:
       ConfigError: one line for each leaf that is missing, unknown, misshapen, of another dtype or
         not finite, and for each setting in which a module's config differs.
     """
-    found, own = _by_name(weights), _by_name(like)
+    found, own = by_name(weights), by_name(like)
+    found = {name: _of_host(value) for name, value in found.items()}
     is_module = isinstance(weights, nnx.Module)
     is_placed = is_module and devices.mesh is not None and _is_on(found, devices)
     problems = _other_settings(getattr(weights, "config", None), like.config) if is_module else []
@@ -75,21 +79,43 @@ def arranged(weights: Weights, like: nnx.Module, devices: Devices, *, frees: boo
     problems += _differences(found, own, accepted)
     if problems:
         raise ConfigError("\n".join(["the weights do not fit the engine:", *problems]))
-    model = jax.tree.map(lambda leaf: leaf, like)
-    params = {".".join(map(str, path)): x for path, x in nnx.to_flat_state(nnx.state(model))}
-    for name, value in found.items():
+    for name, value in tuple(found.items()):
         scale = _scale_of(name)
         if scale in own and scale not in found:
-            value, numbers = quantize_fp8(np.asarray(value))
-            params[scale].set_value(_moved(numbers, devices))
-        params[name].set_value(value if is_placed else _moved(value, devices))
-    model = devices.placed(model)
-    if _kinds(own):
-        arrange_weights(model, in_tiles=_has_tiles(own), frees=frees)
-    return model
+            found[name], found[scale] = quantize_fp8(np.asarray(value))
+    return found
 
 
-def _by_name(tree) -> dict[str, Any]:
+def placements(found: dict[str, Any], like: nnx.Module, devices: Devices) -> dict[str, Callable]:
+    """For each array of `checked` a function that puts it where the engine's own lies, each
+    device's share on that device. An array that lies there stays the caller's own."""
+    made = {}
+    for path, _ in nnx.to_flat_state(nnx.state(like)):
+        name = ".".join(map(str, path))
+        weight = found.get(f"{name.removesuffix('scale')}weight", found[name])
+        sizes = (like.config, path, found[name].shape, weight.shape)
+        made[name] = partial(_placed, devices=devices, sizes=sizes)
+    return made
+
+
+def _placed(value, devices: Devices, sizes: tuple):
+    if devices.mesh is None:
+        return _moved(value, devices)
+    if _is_on({"": value}, devices):
+        return value
+    return devices.put(_moved(value, devices), devices.cut_of(*sizes))
+
+
+def _of_host(value):
+    """Arrays of jax that lie in the host's memory, beside a device, as numpy's: jax would send them
+    to the device whole to compute with them."""
+    if dispatch.platform() == "cpu" or not isinstance(value, jax.Array):
+        return value
+    is_there = all(device.platform == "cpu" for device in value.devices())
+    return np.asarray(value) if is_there else value
+
+
+def by_name(tree) -> dict[str, Any]:
     """The arrays of a module or of a pytree, as `{"layers.0.mlp.down.weight": ...}`."""
     is_variable = lambda node: isinstance(node, nnx.Variable)
     return {
@@ -109,10 +135,6 @@ def _kinds(own: dict[str, Any]) -> dict[str, formats.Kind]:
     return {
         name: formats.kind(own[name], own[scale]) for name, scale in scales.items() if scale in own
     }
-
-
-def _has_tiles(own: dict[str, Any]) -> bool:
-    return "fp8_tiles" in _kinds(own).values()
 
 
 def _is_on(found: dict[str, Any], devices: Devices) -> bool:
@@ -147,7 +169,7 @@ def _whole_shapes(config: TargetConfig | DrafterConfig) -> dict[str, tuple[int, 
     """Shapes of all unquantised parameters, before they are shared."""
     make = build if isinstance(config, TargetConfig) else DraftHead
     model = nnx.eval_shape(lambda: make(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    return {name: leaf.shape for name, leaf in _by_name(model).items()}
+    return {name: leaf.shape for name, leaf in by_name(model).items()}
 
 
 def _accepted(
@@ -217,7 +239,10 @@ def _differences(
         if given not in (spec, *others):
             lines[name] = f"{given}, not {spec}"
         else:
-            sound[name] = _is_sound(found[name], is_scale=name.endswith(".scale"))
+            is_at_host = isinstance(found[name], np.ndarray)
+            place = host() if is_at_host else dispatch.default_device()
+            with jax.default_device(place):
+                sound[name] = _is_sound(found[name], is_scale=name.endswith(".scale"))
     lines |= {
         name: "not finite" for name, is_sound in jax.device_get(sound).items() if not is_sound
     }

@@ -515,8 +515,8 @@ class Engine:
             weights, with which their keys and values are computed again. "finish": they run to
             their end first, and none is admitted meanwhile. "abort": they end with the reason
             "abort". Requests in the queue wait in each case.
-          donate: take device arrays over, so that the caller's are deleted; else copy them. Either
-            way one array after the other is replaced.
+          donate: take device arrays over, so that the caller's are deleted, but for those that come
+            under several names; else copy them. Either way one array after the other is replaced.
           on_update: as of `step`, for the requests that finish or are aborted.
 
         Returns:

@@ -38,6 +38,7 @@ def score_prompt(
       num_top: n, most likely tokens to report.
     """
 
+    @jax.checkpoint  # a backward pass would keep the log-probabilities of all rows
     def score(rows, tokens):
         logprobs = vocabulary.log_softmax(unembed(rows))
         chosen = at_tokens(logprobs, tokens)

@@ -58,6 +58,13 @@ def arrange_weights(model: nnx.Module, *, in_tiles: bool, frees: bool = False) -
         _log.info("%d fp8 weights in %s in %.1f s", count, order, time.perf_counter() - started)
 
 
+def ordered_as(values: jax.Array, like: jax.Array) -> jax.Array:
+    """An fp8 weight in the order that `like` has; any other array as it is."""
+    if values.ndim == like.ndim:
+        return values
+    return _converted(fp8_tiles.arrange if values.ndim < like.ndim else fp8_tiles.restore, values)
+
+
 def quantized_weights(
     model: nnx.Module,
 ) -> Iterator[tuple[nnx.Module, tuple[jax.Array, jax.Array]]]:

@@ -8,7 +8,7 @@ GPT-OSS-120B for two H200: 26 operands less, but 17 copies and 10 kernels more).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +55,15 @@ class Stacks:
         by_index = dict(zip(self.alone, operands, strict=False))
         stacks = operands[len(self.alone) :]
         for group, stack in zip(self._groups, stacks, strict=True):
-            by_index |= zip(group, stack, strict=True)
+            by_index |= zip(group, _unstacked(stack), strict=True)
         return [by_index[i] for i in range(len(by_index))]
+
+    def replace(self, operands: list, take: Sequence[Callable | None]) -> None:
+        """Replaces leaves of stacks, see `Devices.replace_weights`."""
+        for place, group in enumerate(self._groups, len(self.alone)):
+            if any(take[i] is not None for i in group):
+                pairs = zip(group, _unstacked(operands[place]), strict=True)
+                operands[place] = _stacked([x if take[i] is None else take[i](x) for i, x in pairs])
 
 
 def _is_stacked(leaf) -> bool:
@@ -71,3 +78,10 @@ def _stacked(leaves: list):
     if isinstance(first, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding)
     return jax.jit(jnp.stack, out_shardings=sharding)(leaves)
+
+
+def _unstacked(stack: jax.Array) -> list:
+    if isinstance(stack, jax.core.Tracer):  # one device's shares
+        return list(stack)
+    sharding = NamedSharding(stack.sharding.mesh, PartitionSpec(*stack.sharding.spec[1:]))
+    return jax.jit(list, out_shardings=sharding)(stack)

@@ -121,3 +121,12 @@ def test_prompts_are_scored_without_alternatives():
     )
     assert scores.logprobs.shape == scores.ranks.shape == (2, 5)
     assert scores.top_ids.shape == scores.top_logprobs.shape == (2, 5, 0)
+
+
+def test_a_backward_pass_keeps_no_logits():
+    matrix, hidden = jnp.ones((8, 999)), jnp.ones((2, BLOCK, 8))
+    following = jnp.zeros((2, BLOCK), jnp.int32)
+    score = lambda hidden: score_prompt(lambda rows: rows @ matrix, hidden, following, 0).logprobs
+    _, backward = jax.vjp(score, hidden)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(backward))
+    assert kept < score(hidden).nbytes * 999 / 2

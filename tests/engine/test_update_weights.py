@@ -182,6 +182,12 @@ def test_tiles_are_made_of_rows():
     assert any(leaf.shape[-1] == 8192 for leaf in jax.tree.leaves(tiles(OLD)))
     sources = {"rows": lambda: rows(NEW), "tiles": lambda: tiles(NEW)}
     updated_from_all(engine, make_engine(tiles(NEW)), rows(OLD), sources)
+    given = rows(NEW)
+    begin(engine)
+    engine.pause()
+    with pytest.raises(NotReady):
+        engine.update_weights(given, running="finish", donate=True)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
 
 @pytest.mark.slow
@@ -208,7 +214,8 @@ def test_each_of_two_devices_gets_its_share(method, tmp_path):
         found = engine.generate(prompts, GREEDY)
         count = lambda done: (done.tokens, done.accepted)
         assert [count(one) for one in found] == [count(one) for one in wanted]
-        engine.update_weights(model(OLD), head=heads[0])
+        engine.update_weights(model(OLD))
+        engine.update_weights(head=heads[0])
         assert texts(engine, prompts) != [one.tokens for one in wanted]
     engine.release_cache()
     engine.restore_cache()
@@ -329,6 +336,37 @@ def test_donated_arrays_are_the_engines_and_others_are_copied(engine):
     engine.update_weights(given, donate=True)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
     assert texts(engine) == natural(OLD)
+
+
+def test_the_engine_holds_one_model_while_it_takes_another(engine, monkeypatch):
+    """From arrays of the host, which lie beside the device's as the old ones go."""
+    at_host = lambda model: jax.tree.map(np.array, nnx.state(model))
+    head, *targets = map(at_host, (small_head(seed=2), small_target(OLD), small_target(NEW)))
+    engine.update_weights(targets[0], head=head)  # the engine's arrays are its own
+    sizes = [leaf.nbytes for leaf in jax.tree.leaves(engine.programs.models)]
+    copied, peaks, level = jnp.copy, [], held()
+
+    def sampled(array):
+        made = copied(array)
+        peaks.append(held())
+        return made
+
+    monkeypatch.setattr(jnp, "copy", sampled)
+    engine.update_weights(targets[1], head=head)
+    assert len(peaks) > len(sizes) / 2
+    assert max(peaks) - level <= 3 * max(sizes) < sum(sizes) / 2
+    assert texts(engine) == natural(NEW)
+
+
+def test_an_array_of_two_names_is_donated_once(engine):
+    head = jax.tree.map(jnp.copy, small_head(seed=2))
+    model = jax.tree.map(jnp.copy, small_target(NEW))
+    model.lm_head.weight.set_value(model.embed.weight.get_value())
+    wanted = make_engine(jax.tree.map(jnp.copy, model))
+    engine = make_engine(small_target(OLD), jax.tree.map(jnp.copy, head))
+    head.embed.weight.set_value(model.embed.weight.get_value())
+    engine.update_weights(model, head=head, donate=True)
+    assert texts(engine) == texts(wanted)
 
 
 def test_a_paused_engine_commits_what_is_in_flight_and_goes_on_later(engine):

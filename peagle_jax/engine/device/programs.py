@@ -123,24 +123,25 @@ class Programs:
         """Target and drafter with the present weights."""
         return jax.tree.unflatten(self._structure, self._devices.leaves(self._weights))
 
-    def replace_models(self, target, drafter, take: tuple[Callable, Callable]) -> None:
+    @property
+    def model_shapes(self) -> tuple:
+        """`models` with shapes in place of the weights."""
+        return self._shapes
+
+    def replace_weights(self, take: list[Callable | None]) -> None:
         """Gives the programs other weights, of the same shapes: nothing compiles.
 
         A thread that reads the weights to compile for them is waited for.
 
         Args:
-          target, drafter: as `models` returns them.
-          take: of the arrays of each a function that returns the engine's own.
+          take: as of `Devices.replace_weights`, for the leaves of `models`.
         """
-        leaves, structure = jax.tree.flatten((target, drafter))
-        assert structure == self._structure, "the models have another structure"
-        of_target, of_drafter = (
-            lambda leaf, before, own=own: layouts.moved_as(own(leaf), before) for own in take
-        )
-        count = len(jax.tree.leaves(target))
-        takes = [of_target] * count + [of_drafter] * (len(leaves) - count)
+
+        def moved(own: Callable) -> Callable:
+            return lambda before: layouts.moved_as(own(before), before)
+
         with self._weights_lock:
-            self._devices.replace_weights(self._weights, leaves, takes)
+            self._devices.replace_weights(self._weights, [own and moved(own) for own in take])
 
     def init_state(
         self,

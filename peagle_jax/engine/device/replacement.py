@@ -1,22 +1,34 @@
 """Other weights for the programs of an engine."""
 
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from peagle_jax.checkpoint.incoming import Weights, arranged, is_stored, loaded
+from pallas_kernels import dispatch
+from peagle_jax.checkpoint.incoming import (
+    Weights,
+    by_name,
+    checked,
+    host,
+    is_stored,
+    loaded,
+    placements,
+)
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.devices import Devices
+from peagle_jax.devices import ONE_DEVICE, Devices
 from peagle_jax.engine.device.programs import Programs
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.drafter import Drafter, make_drafter
 from peagle_jax.models import Decoder
+from peagle_jax.models.weight_order import ordered_as
 
 _donated = jax.jit(lambda array: array, donate_argnums=0)
 """The same memory as another array; the one given is deleted."""
-_kept = lambda array: array
 
 
 def drafter_of(head: DraftHead, target: Decoder, config: EngineConfig, devices: Devices) -> Drafter:
@@ -31,15 +43,23 @@ def drafter_of(head: DraftHead, target: Decoder, config: EngineConfig, devices: 
 
 
 class Replacement(NamedTuple):
-    """Checked and arranged models, and how their arrays become the engine's own."""
+    """Checked weights, where the caller has them, and how they become the engine's own."""
 
-    target: Decoder
-    drafter: Drafter | None
-    take: tuple[Callable, Callable]
+    take: list[Callable | None]
+    make_drafter: Callable | None
 
     def take_over(self, programs: Programs) -> None:
-        """Gives the programs these weights."""
-        programs.replace_models(self.target, self.drafter, self.take)
+        """Gives the programs these weights, and then what the drafter derives from them."""
+        programs.replace_weights(self.take)
+        if self.make_drafter is None:
+            return
+        target, drafter = programs.models
+        drafter = self.make_drafter(drafter.head, target)
+        derived = [
+            None if name.startswith("head.") else lambda before, leaf=leaf: leaf
+            for name, leaf in by_name(drafter).items()
+        ]
+        programs.replace_weights([None] * len(jax.tree.leaves(target)) + derived)
 
 
 def replacement(
@@ -52,7 +72,7 @@ def replacement(
     donate: bool,
     makes_drafter: bool,
 ) -> Replacement:
-    """The models that take the place of an engine's.
+    """The weights that take the place of an engine's. Nothing changes yet.
 
     Args:
       weights, head, donate: as of `Engine.update_weights`.
@@ -61,23 +81,49 @@ def replacement(
     Raises:
       ConfigError: names what differs.
     """
-    target, drafter = programs.models
-    models = {"target": target, "head": getattr(drafter, "head", None)}
-    takes, problems = dict.fromkeys(models, _kept), []
-    for name, given in (("target", weights), ("head", head)):
+    target, drafter = programs.model_shapes
+    pairs = {"target": (weights, target), "head": (head, getattr(drafter, "head", None))}
+    found, problems = {name: {} for name in pairs}, []
+    for name, (given, like) in pairs.items():
         if given is None:
             continue
         try:
-            like = models[name]
             if is_stored(given):
-                given = loaded(given, like, target.config, devices)
-            else:
-                takes[name] = _donated if donate else jnp.copy
-            models[name] = arranged(given, like, devices, frees=donate)
+                with jax.default_device(host()):
+                    given = loaded(given, like, target.config, ONE_DEVICE)
+            found[name] = checked(given, like, devices)
         except ConfigError as error:
             problems.append(f"{name}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-    if makes_drafter:
-        drafter = drafter_of(models["head"], models["target"], config, devices)
-    return Replacement(models["target"], drafter, (takes["target"], takes["head"]))
+    ids = [id(value) for arrays in found.values() for value in arrays.values()]
+    ids += {id(leaf) for leaf in jax.tree.leaves(programs.models)}
+    repeats = {each for each, count in Counter(ids).items() if count > 1}
+    take = {}
+    for name, arrays in found.items():
+        places = placements(arrays, pairs[name][1], devices) if arrays else {}
+        for leaf, value in arrays.items():
+            is_given = donate and isinstance(value, jax.Array) and id(value) not in repeats
+            own = partial(_taken, value, place=places[leaf], is_given=is_given)
+            take[leaf if name == "target" else f"head.{leaf}"] = own
+    leaves = [take.get(name) for name in by_name(target)]
+    leaves += [take.get(name) if name.startswith("head.") else None for name in by_name(drafter)]
+    make = partial(drafter_of, config=config, devices=devices) if makes_drafter else None
+    return Replacement(leaves, make)
+
+
+def _taken(value, before: jax.Array, *, place: Callable, is_given: bool) -> jax.Array:
+    """The engine's own array with the numbers of the caller's.
+
+    Args:
+      place: of `incoming.placements`.
+      is_given: whether to delete the caller's.
+    """
+    placed = place(value)
+    own = ordered_as(placed, before)
+    is_new = isinstance(value, np.ndarray) and dispatch.platform() != "cpu"
+    if own is placed and not is_new:
+        own = _donated(placed) if is_given else jnp.copy(placed)
+    if is_given:
+        value.delete()
+    return own
