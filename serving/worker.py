@@ -25,6 +25,7 @@ from peagle_jax.checkpoint.loader import load_like
 from peagle_jax.cli import runs
 from peagle_jax.engine.device.compilation import CompileError, Progress
 from peagle_jax.engine.device.memory import device_memory
+from peagle_jax.engine.device.outputs import OnUpdate
 from peagle_jax.engine.device.program import Program
 from peagle_jax.engine.host.pages import Salt
 from peagle_jax.engine.host.request import Request
@@ -159,6 +160,8 @@ class EngineWorker:
         self._constraint_memory = ConstraintMemory()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._compiler = threading.Thread(target=self._compile, name="compiler", daemon=True)
+        self._updates: list[tuple[WeightUpdate, tuple, Callable]] = []
+        """Orders whose weights are read, in order; the first may wait for requests that run."""
         self._is_stopping = False
         self._rounds, self._sequence_seconds, self._num_tokens = 0, 0.0, 0
         self._num_vacated = 0  # slots that became free in the last round
@@ -332,12 +335,23 @@ class EngineWorker:
             target = order.folder and load_like(order.folder, like, config)
             return target, order.head and load_like(order.head, own_head, config)
 
-    def _update(self, order: WeightUpdate, models: tuple) -> str | Exception:
-        def notify(request: Request, tokens: list[int]) -> None:
-            # Not with the round's: a request may take long to finish.
-            self._post(self._deliver, [self._event(request, tokens)], len(tokens))
-            self._busy_since = self._clock.now()
+    def _apply_updates(self, on_update: OnUpdate) -> list[tuple[Callable, str | Exception]]:
+        """Carries out the orders that need not wait; returns whom to call, each with its answer.
 
+        An order to let requests finish waits for them here, not in the engine, which reads no mail.
+        """
+        answers = []
+        while self._updates:
+            order, models, on_done = self._updates[0]
+            must_wait = order.running == "finish" and not self._engine.is_paused
+            if must_wait and self._engine.begun:
+                break
+            del self._updates[0]
+            answers.append((on_done, self._update(order, models, on_update)))
+        self._engine.scheduler.is_draining = bool(self._updates)
+        return answers
+
+    def _update(self, order: WeightUpdate, models: tuple, on_update: OnUpdate) -> str | Exception:
         target, head = models
         self._busy_since = self._clock.now()
         try:
@@ -347,7 +361,7 @@ class EngineWorker:
                 version=order.version,
                 running=order.running,
                 donate=True,
-                on_update=notify,
+                on_update=on_update,
             )
         except (ConfigError, NotReady) as error:
             return _portable(error)
@@ -366,6 +380,7 @@ class EngineWorker:
     def _step(self) -> bool:
         """Reads the mail, then runs a round if there is work. Returns False after `stop`."""
         events: list[Event] = []
+        notify = lambda request, tokens: events.append(self._event(request, tokens))
         answers: list[
             tuple[Callable, str | Exception]
         ] = []  # after the load, which has the version
@@ -380,15 +395,15 @@ class EngineWorker:
                 case ("pause" | "resume") as order, on_done:
                     answers.append((on_done, self._pause(order)))
                 case "update", order, models, on_done:
-                    answers.append((on_done, self._update(order, models)))
+                    self._updates.append((order, models, on_done))
                 case ("time idle",) if not self._engine.has_work and self._engine.time_idle_round():
                     self._mail.put(_TIME_IDLE)  # one run at a time: requests come first
                 case "stop", done:
                     done.set()
                     return False
+        answers += self._apply_updates(notify)
         if self._engine.has_work:
             self._busy_since, begin = self._clock.now(), time.monotonic()
-            notify = lambda request, tokens: events.append(self._event(request, tokens))
             updates = self._engine.step(notify)
             seconds = time.monotonic() - begin
             self._patience = _PATIENCE * seconds
@@ -407,6 +422,8 @@ class EngineWorker:
         return True
 
     def _all_mail(self) -> list:
+        if self._updates:  # the requests that ended were awaited, and none takes their place
+            return self._rest()
         if not self._engine.has_work:
             return [self._mail.get(), *self._rest()]
         mail = self._rest()

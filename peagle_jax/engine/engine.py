@@ -336,6 +336,16 @@ class Engine:
             return False
         return bool(self._in_flight) or (self.scheduler.has_work and not self._is_paused)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` was called last, not `resume`."""
+        return self._is_paused
+
+    @property
+    def begun(self) -> list[Request]:
+        """Requests that run, or did before a preemption."""
+        return [one for one in (*self.scheduler.active, *self.scheduler.waiting) if one.has_begun]
+
     def add_request(
         self,
         prompt: str | Sequence[int],
@@ -556,22 +566,19 @@ class Engine:
 
     def _end_running(self, running: Running, on_update: OnUpdate) -> list[Update]:
         """Lets the requests that run finish, or aborts them; returns their updates."""
-        begun = lambda: [
-            one for one in (*self.scheduler.active, *self.scheduler.waiting) if one.has_begun
-        ]
         updates: list[Update] = []
         if running == "abort":
-            updates = [(request, []) for request in begun()]
+            updates = [(request, []) for request in self.begun]
             for request, _ in updates:
                 self.abort(request)
             for update in updates:
                 on_update(*update)
-        elif running == "finish" and begun():
+        elif running == "finish" and self.begun:
             if self._is_paused:
                 raise NotReady("requests cannot finish in an engine that is paused")
             self.scheduler.is_draining = True
             try:
-                while begun():
+                while self.begun:
                     updates += self.step(on_update)
             finally:
                 self.scheduler.is_draining = False

@@ -250,6 +250,7 @@ def updating(client: Client, folder: str, **body):
 
 @pytest.mark.parametrize("running", ["keep", "finish", "abort"])
 def test_requests_that_run_are_kept_finished_or_aborted(server, root, user, second, running):
+    generated = server.frontend.load.num_tokens
     with server.paced() as pace:
         streams = Streams(user, 3)
         eventually(lambda: pace.release(1) or all(streams.tokens), "all streams have begun")
@@ -264,6 +265,7 @@ def test_requests_that_run_are_kept_finished_or_aborted(server, root, user, seco
         assert (reason, count) == ("length", 60)
         versions = usage.get("weights_versions", ["0"])
         assert versions == (["0", "second"] if running == "keep" else ["0"])
+    assert server.frontend.load.num_tokens == generated + sum(streams.tokens)
     assert user.complete()["usage"]["weights_versions"] == ["second"]
 
 
