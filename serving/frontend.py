@@ -351,6 +351,8 @@ class Frontend:
         """
         # Does not wait for an engine that compiles or hangs.
         patience = _STOP_SECONDS if self.state is State.SERVING else 0.0
+        if self.state is State.SERVING:  # requests of a paused engine would not end
+            self._worker.control("resume", lambda answer: None)
         if self.state is not State.DEAD:
             self._enter(State.DRAINING)
         deadline = time.monotonic() + seconds

@@ -170,6 +170,8 @@ class Load:
     """Tokens generated for requests so far, over all servers of the engine."""
     version: str = FIRST_VERSION
     """Of the weights."""
+    is_paused: bool = False
+    """Whether requests wait for an order to resume."""
 
     @property
     def kv_usage(self) -> float:

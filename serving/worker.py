@@ -366,6 +366,9 @@ class EngineWorker:
         except (ConfigError, NotReady) as error:
             return _portable(error)
         except RuntimeError as error:
+            if self._engine.is_torn:
+                torn = "an update of the weights has failed half-way: start the server again"
+                raise RuntimeError(torn) from error
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return _portable(error)
@@ -514,4 +517,5 @@ class EngineWorker:
             predicted_rate=0.0 if policy is None else policy.rate,
             num_tokens=self._num_tokens,
             version=self._engine.version,
+            is_paused=self._engine.is_paused,
         )

@@ -342,6 +342,11 @@ class Engine:
         return self._is_paused
 
     @property
+    def is_torn(self) -> bool:
+        """Whether an update of the weights has failed half-way."""
+        return self._is_torn
+
+    @property
     def begun(self) -> list[Request]:
         """Requests that run, or did before a preemption."""
         return [one for one in (*self.scheduler.active, *self.scheduler.waiting) if one.has_begun]

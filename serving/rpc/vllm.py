@@ -123,6 +123,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         frontend = self._frontend
         return pb.GetServerInfoResponse(
             active_requests=frontend.num_open,
+            is_paused=frontend.load.is_paused,
             last_receive_timestamp=self._last_request,
             uptime_seconds=time.time() - frontend.started,
             server_type=NAME,

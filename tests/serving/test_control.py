@@ -14,6 +14,7 @@ from peagle_jax.checkpoint import save_head, save_target
 from peagle_jax.config import ConfigError
 from serving import worker
 from serving.bearer_tokens import AdminToken, TokenFile
+from serving.frontend import State
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests import tiny
@@ -308,9 +309,34 @@ def test_a_pause_holds_requests_until_it_ends(server, root, user):
     assert root.http.post("/pause").status_code == 200
     assert root.update(running="finish", head="/no/such").status_code == 400
     assert streams.tokens == [0]
+    assert server.frontend.load.is_paused
     assert root.http.post("/resume").json()["paused"] is False
     assert streams.join()[0][:2] == ("length", 60)
     assert user.text() == text
+
+
+def test_requests_of_a_paused_server_end_when_it_drains(make_engine):
+    live = LiveServer(make_engine(), http=True, tokens=(AdminToken(b"root"),))
+    with Client(live.http_address, "root") as root:
+        assert root.http.post("/pause").status_code == 200
+        streams = Streams(root, 1)
+        eventually(lambda: live.frontend.load.num_waiting == 1, "the request waits")
+        assert live.run(live.frontend.drain(LIMIT))
+        assert streams.join()[0][:2] == ("length", 60)
+    live.close()
+
+
+def test_an_update_that_fails_half_way_ends_the_engine(make_engine, second, monkeypatch):
+    live = LiveServer(make_engine(), http=True, tokens=(AdminToken(b"root"),))
+
+    def fail(*args):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(live.engine.programs, "replace_weights", fail)
+    with Client(live.http_address, "root") as root:
+        assert root.update(second).status_code == 503
+    assert live.frontend.state is State.DEAD
+    live.close()
 
 
 def test_the_scope_of_a_token_stands_behind_it(tmp_path):
