@@ -270,6 +270,55 @@ def test_requests_that_run_are_kept_finished_or_aborted(server, root, user, seco
     assert user.complete()["usage"]["weights_versions"] == ["second"]
 
 
+def hold(server, pace) -> None:
+    """Returns once an order waits for the requests that run."""
+    # The engine's thread waits for a round, so the order stays in its mail.
+    eventually(lambda: server.frontend._worker._mail.qsize(), "the weights are read")
+    is_held = lambda: server.engine.scheduler.is_draining
+    eventually(lambda: pace.release(1) or is_held(), "the order waits", every=0.05)
+
+
+def test_a_client_that_leaves_is_not_awaited(server, root, user, second):
+    with server.paced() as pace, contextlib.ExitStack() as stack:
+        body = LONG | dict(stream=True, return_token_ids=True)
+        pace.release(2)
+        with user.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()  # kept: its end would close the connection
+            next(lines)
+            order = updating(root, second, version="second", running="finish")
+            answers = stack.enter_context(order)
+            hold(server, pace)
+            streams = Streams(user, 1)
+            eventually(lambda: server.frontend.num_open == 2, "the next request has come")
+        eventually(lambda: server.frontend.num_open == 1, "the client has left")
+        assert answers == streams.ended == []
+        pace.release(2)
+        eventually(lambda: answers, "the weights are replaced")
+    ((reason, count, usage),) = streams.join()
+    assert (reason, count) == ("length", 60)
+    assert usage["weights_versions"] == ["second"]
+
+
+def test_a_pause_ends_an_order_that_waits(server, root, user, second):
+    with server.paced() as pace:
+        streams = Streams(user, 1)
+        pace.release(2)
+        eventually(lambda: all(streams.tokens), "the stream has begun")
+        answers = []
+        order = lambda: answers.append(root.update(second, running="finish"))
+        threads = [threading.Thread(target=order)]
+        threads += [threading.Thread(target=root.http.post, args=("/pause",))]
+        threads[0].start()
+        hold(server, pace)
+        threads[1].start()
+        eventually(lambda: pace.release(1) or answers, "the order has ended", every=0.05)
+        for thread in threads:
+            thread.join(LIMIT)
+        assert "paused" in answers[0].json()["error"]["message"]
+        assert root.http.post("/resume").status_code == 200
+    assert streams.join()[0][:2] == ("length", 60)
+
+
 def test_requests_are_served_while_weights_are_read(root, user, second, monkeypatch):
     may_read, read = threading.Event(), worker.load_like
 
