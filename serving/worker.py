@@ -16,11 +16,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import jax
 
 from peagle_jax import ConfigError, Engine
+from peagle_jax.checkpoint.gguf_file import is_gguf
+from peagle_jax.checkpoint.hub import resolve
 from peagle_jax.checkpoint.loader import load_like
 from peagle_jax.cli import runs
 from peagle_jax.engine.device.compilation import CompileError, Progress
@@ -112,6 +115,11 @@ def _caller(loop: asyncio.AbstractEventLoop) -> Callable[..., None]:
             _log.debug("the event loop ended before the engine")
 
     return call
+
+
+def _folder(text: str) -> Path:
+    """A folder of weights, or that of a GGUF file; unlike `resolve` it downloads nothing."""
+    return resolve(text)[0] if is_gguf(text) else Path(text)
 
 
 def _host() -> jax.Device | None:
@@ -332,8 +340,8 @@ class EngineWorker:
         if order.head is not None and own_head is None:
             raise ConfigError.of("head", "the engine drafts without a head: leave it out")
         with jax.default_device(_host()):
-            target = order.folder and load_like(order.folder, like, config)
-            return target, order.head and load_like(order.head, own_head, config)
+            target = order.folder and load_like(_folder(order.folder), like, config)
+            return target, order.head and load_like(_folder(order.head), own_head, config)
 
     def _apply_updates(self, on_update: OnUpdate) -> list[tuple[Callable, str | Exception]]:
         """Carries out the orders that need not wait; returns whom to call, each with its answer.

@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 import threading
+from pathlib import Path
 from typing import Self
 
 import grpc
@@ -168,6 +169,13 @@ def test_texts_are_those_of_the_new_weights(root, user, first, second, server):
     again = user.complete()
     assert again["choices"] == before["choices"]
     assert again["usage"]["weights_versions"] == ["back"]
+
+
+def test_a_gguf_file_is_read_as_its_folder(root, user, second, monkeypatch):
+    before = user.text()
+    monkeypatch.setattr(worker, "resolve", lambda text: (Path(second), text))
+    assert root.update("model.gguf").status_code == 200
+    assert user.text() != before
 
 
 def test_another_head_changes_drafts_and_no_text(root, user, tmp_path):
