@@ -4,10 +4,18 @@ import logging
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
+from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import B200, CPU, H200, Device, describe
+from pallas_kernels.moe.reference import ExpertWeights
+from pallas_kernels.rms_norm.api import add_rms_norm
+from pallas_kernels.rope_write import api as rope_write
+from pallas_kernels.verify_attention.api import verify_attention
+from tests.kernels.experts import mixture
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +110,59 @@ def test_any_other_chip_runs_references_and_one_line_says_why(name, default, cap
     else:
         assert said.startswith("all operations")
         assert said.endswith("the kernels are for TPUs and NVIDIA GPUs: sm_90, sm_100")
+
+
+@pytest.mark.parametrize("name", WITHOUT_KERNELS)
+def test_a_kernel_asked_for_on_any_other_chip_is_refused(name, default):
+    default(WITHOUT_KERNELS[name])
+    kind = WITHOUT_KERNELS[name].device_kind
+    with pytest.raises(NotImplementedError) as caught:
+        dispatch.resolve("op", "mosaic_gpu", chips=(90, 100))
+    assert kind in str(caught.value)
+    assert "its kernel is for" in str(caught.value)
+    assert "use implementation='reference'" in str(caught.value)
+
+
+@pytest.mark.sampled(1, slow=3)
+@pytest.mark.parametrize("name", WITHOUT_KERNELS)
+def test_the_reference_answers_on_any_other_chip(name, default):
+    """Through the public functions of every operation that a round of a mixture of experts uses."""
+    results = lambda: jax.tree.leaves(_every_operation())
+    wanted = results()
+    default(WITHOUT_KERNELS[name])
+    for found, right in zip(results(), wanted, strict=True):
+        np.testing.assert_allclose(np.float32(found), np.float32(right), rtol=0.02, atol=0.02)
+    with pytest.raises(NotImplementedError, match="use implementation='reference'"):
+        _every_operation("mosaic_gpu")
+
+
+def _every_operation(implementation=None) -> list:
+    """Results of small calls of all operations, in bfloat16."""
+    B, T, D, E, k = 1, 2, 256, 32, 2
+    keys = iter(jax.random.split(jax.random.key(0), 12))
+    rand = lambda *shape: jax.random.normal(next(keys), shape, jnp.bfloat16) / 4
+    how = dict(implementation=implementation)
+    x, pages = rand(B, T, D), (rand(5, 16, 2, 64), rand(5, 16, 2, 64))
+    where = dict(
+        page_table=jnp.array([[1, 2, 3, 4]]), positions=jnp.array([[3, 4]]) + jnp.zeros((B, T), int)
+    )
+    form = rope_write.Form(num_heads=4, dtype=jnp.bfloat16)
+    angles = (jnp.ones((B, T, 32)), jnp.zeros((B, T, 32)))
+    q, *written = rope_write.rope_write(
+        linear(x, rand(512, D), **how)[..., : form.width(2, 64)],
+        *pages,
+        angles=angles,
+        form=form,
+        **where,
+        **how,
+    )
+    attended = verify_attention(q, *written, scale=0.125, **where, **how)
+    normed = add_rms_norm(x, x, jnp.ones(D), eps=1e-6, **how)
+    logits = rand(T, E).astype(jnp.float32)
+    wide = [rand(*shape).astype(jnp.float32) for shape in ((T, D), (E, 2, 32, D), (E, D, 32))]
+    experts = map(ExpertWeights, wide[1:])  # float32: in bfloat16 a TPU has a kernel
+    mixed = mixture(wide[0], logits, *experts, top_k=k, normalize=True, **how)
+    return [q, written, attended, normed, mixed]
 
 
 def test_a_generation_without_this_kernel_is_one_line_an_operation(default, caplog):
