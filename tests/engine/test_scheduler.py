@@ -67,7 +67,7 @@ def add_random(engine: FakeEngine, rng: random.Random, earlier: list[Request]) -
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_request_gets_its_own_text_in_any_mix(name, seed, lag, num_cases):
     run_random(
-        name, seed, lag, num_cases("rounds of random requests in the scheduler", 600, least=600)
+        name, seed, lag, num_cases("rounds of random requests in the scheduler", 1500, least=1500)
     )
 
 
