@@ -18,9 +18,14 @@ from peagle_jax.checkpoint.safetensors import Checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
 ARCHITECTURES = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe-bf16": "qwen3moe",
-    "gpt_oss-bf16": "gpt-oss", "gpt_oss-mxfp4": "gpt-oss", "gemma4": "gemma4",
-}  # fmt: skip
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe-bf16": "qwen3moe",
+    "gpt_oss-bf16": "gpt-oss",
+    "gpt_oss-mxfp4": "gpt-oss",
+    "gemma4": "gemma4",
+}
 """Of each golden checkpoint that GGUF can hold."""
 TYPES = {
     np.dtype(np.float32): Type.F32,

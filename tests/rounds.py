@@ -95,11 +95,15 @@ class Rig:
         for b in np.flatnonzero(count):
             tokens[b, : count[b]] = self.text[b, start[b] : end[b]]
         plan = PrefillPlan(
-            slots=slots, tokens=tokens, start=start * taking_part, count=count,
+            slots=slots,
+            tokens=tokens,
+            start=start * taking_part,
+            count=count,
             next_token=np.full(B, -1, np.int32) if final else self.padded[np.arange(B), end],
-            page_table=page_table, constrained=np.zeros(B, np.int32),
+            page_table=page_table,
+            constrained=np.zeros(B, np.int32),
             params=self._params(np.full(B, self.config.num_draft)),
-        )  # fmt: skip
+        )
         return self._jitted[0](self.target, self.drafter, state, plan)
 
     def round(

@@ -112,9 +112,15 @@ def step(engine: Engine, rng: random.Random) -> int | None:
 )
 def test_output_is_unchanged_by_any_choice_of_k(family, method, three_k, num_cases):
     config = OneBucketConfig(
-        num_draft=4, adaptive="load", max_num_seqs=6, num_pages=50, max_model_len=LENGTH,
-        page_size=4, prefill_chunk=16, prefill_rows=2,
-    )  # fmt: skip
+        num_draft=4,
+        adaptive="load",
+        max_num_seqs=6,
+        num_pages=50,
+        max_model_len=LENGTH,
+        page_size=4,
+        prefill_chunk=16,
+        prefill_rows=2,
+    )
     # Random heads are hardly ever right.
     head = None if method == "oracle" else tiny.head(method)
     drafter = oracle(family, 4) if method == "oracle" else None
@@ -173,9 +179,13 @@ def test_every_call_makes_the_drafts_that_the_engine_counts(own):
 def one_page_config(rows: int) -> OneBucketConfig:
     """All positions are in one page, so the plans of all rounds are equal."""
     return OneBucketConfig(
-        num_draft=4, adaptive="load", max_num_seqs=rows, max_model_len=LENGTH, page_size=LENGTH,
+        num_draft=4,
+        adaptive="load",
+        max_num_seqs=rows,
+        max_model_len=LENGTH,
+        page_size=LENGTH,
         prefill_chunk=LENGTH,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow

@@ -40,12 +40,16 @@ def controls_plan(slot: int, rng, num_output: int, **given) -> tuple[ControlsPla
     tokens = rng.integers(0, V, 40).astype(np.int32)
     biased = rng.permutation(V)[:9]
     one = dict(
-        prompt=tokens[:PROMPT], output=tokens[PROMPT : PROMPT + num_output],
+        prompt=tokens[:PROMPT],
+        output=tokens[PROMPT : PROMPT + num_output],
         bias=dict(zip(biased.tolist(), [*rng.normal(0, 3, 7), -np.inf, -np.inf], strict=True)),
-        base=float(rng.choice([0.0, -np.inf])), ends=rng.permutation(V)[:4],
-        min_tokens=int(rng.integers(0, num_output + J + 2)), repetition=rng.choice([1.0, 0.7, 1.6]),
-        frequency=rng.choice([0.0, -0.5, 0.8]), presence=rng.choice([0.0, 1.1, -0.9]),
-    )  # fmt: skip
+        base=float(rng.choice([0.0, -np.inf])),
+        ends=rng.permutation(V)[:4],
+        min_tokens=int(rng.integers(0, num_output + J + 2)),
+        repetition=rng.choice([1.0, 0.7, 1.6]),
+        frequency=rng.choice([0.0, -0.5, 0.8]),
+        presence=rng.choice([0.0, 1.1, -0.9]),
+    )
     one |= given
     pad = lambda values, size, fill, dtype: np.pad(
         np.asarray(values, dtype), (0, size - len(values)), constant_values=fill

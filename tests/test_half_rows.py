@@ -24,9 +24,14 @@ from tests.ties import assert_parts_only_at_ties
 
 D, N, H, F, V, E = 256, 4, 128, 384, 640, 4
 SIZES = dict(
-    num_layers=2, vocab_size=V, hidden_size=D, num_heads=N, num_kv_heads=2, head_dim=H,
+    num_layers=2,
+    vocab_size=V,
+    hidden_size=D,
+    num_heads=N,
+    num_kv_heads=2,
+    head_dim=H,
     intermediate_size=F,
-)  # fmt: skip
+)
 FAMILIES = {
     "qwen3": dict(family="qwen3"),
     "qwen3_moe": dict(
@@ -34,12 +39,15 @@ FAMILIES = {
         experts=ExpertsConfig(num_experts=E, top_k=2, dense_layers=(1,), dense_size=F),
     ),
     "gemma4": dict(
-        family="gemma4", sliding_windows=(6, None), logit_softcap=5.0, tie_embeddings=True,
+        family="gemma4",
+        sliding_windows=(6, None),
+        logit_softcap=5.0,
+        tie_embeddings=True,
         global_attention=GlobalAttention(
             num_kv_heads=1, head_dim=2 * H, rope=RopeConfig(theta=1e6), shared_kv=True
         ),
     ),
-}  # fmt: skip
+}
 """A layer of each kind: of experts and dense, with a window and without."""
 HALF, STREAM = {jnp.dtype(jnp.float16)}, {jnp.dtype(jnp.bfloat16)}
 DENSE = {
@@ -121,9 +129,15 @@ def test_speculation_does_not_change_a_text_of_tiles():
 
     def texts(head, num_draft):
         config = EngineConfig(
-            dtype="bfloat16", num_draft=num_draft, max_num_seqs=4, max_model_len=64, page_size=4,
-            prefill_chunk=16, prefill_rows=2, max_logprobs=2,
-        )  # fmt: skip
+            dtype="bfloat16",
+            num_draft=num_draft,
+            max_num_seqs=4,
+            max_model_len=64,
+            page_size=4,
+            prefill_chunk=16,
+            prefill_rows=2,
+            max_logprobs=2,
+        )
         params = SamplingParams(max_tokens=30, logprobs=2, ignore_eos=True)
         return one_bucket(Engine(model, head, config)).generate(prompts, params)
 

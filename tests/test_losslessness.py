@@ -233,11 +233,18 @@ def test_sampled_output_has_the_targets_law(method, drafts, monkeypatch, num_cas
     temperature, prompt = 4.0, [2, 3, 3, 0, 1]
     count = num_cases("sampled texts against the target's law", 6000, least=6000)
     config = OneBucketConfig(
-        num_draft=2, max_num_seqs=64, max_model_len=16, page_size=4, prefill_chunk=8,
-        prefill_rows=16, adaptive="load" if drafts == "changing K" else "off",
+        num_draft=2,
+        max_num_seqs=64,
+        max_model_len=16,
+        page_size=4,
+        prefill_chunk=8,
+        prefill_rows=16,
+        adaptive="load" if drafts == "changing K" else "off",
         draft_sampling="argmax" if drafts == "argmax" else "sample",
-        verify_method="block" if drafts == "block" else "token", max_logprobs=0, max_waiting=count,
-    )  # fmt: skip
+        verify_method="block" if drafts == "block" else "token",
+        max_logprobs=0,
+        max_waiting=count,
+    )
     engine = Engine(target, head, config, times=RandomTimes())
     engine.warm_up()
     # Without a seed a request has its number; with one it would keep K.

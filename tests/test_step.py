@@ -19,9 +19,13 @@ from tests.rounds import Rig
 J, B, LENGTH = 3, 4, 48
 PROMPTS = np.array([1, 5, 10, 14])
 CONFIG = EngineConfig(
-    num_draft=J, max_num_seqs=B, max_model_len=LENGTH, page_size=4, prefill_chunk=LENGTH,
+    num_draft=J,
+    max_num_seqs=B,
+    max_model_len=LENGTH,
+    page_size=4,
+    prefill_chunk=LENGTH,
     draft_sampling="sample",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module", params=["peagle", "eagle3"])

@@ -104,9 +104,13 @@ def test_a_stop_string_ends_the_text_only_after_the_least_tokens(tokenizer, seed
         shown += stream.add(piece)
     assert shown + stream.finish() == SAMPLE[:end]
     request = Request(
-        id=0, prompt=[1], num_draft=0, seed=0, stop_checker=StopChecker(tokenizer, stops),
+        id=0,
+        prompt=[1],
+        num_draft=0,
+        seed=0,
+        stop_checker=StopChecker(tokenizer, stops),
         params=SamplingParams(max_tokens=len(tokens), stop=stops, min_tokens=least),
-    )  # fmt: skip
+    )
     request.append(tokens, eos_ids=(), max_model_len=10**6)
     assert request.stop_reason == stop
     assert least < len(request.output) <= len(tokenizer.encode(SAMPLE[: end + len(stop)])) + 2

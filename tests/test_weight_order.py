@@ -25,9 +25,16 @@ from tests.programs import one_bucket
 pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
 SIZES = dict(
-    **tiny.ONE_LAYER, vocab_size=256, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=128,
-    intermediate_size=256, family="qwen3_moe", experts=ExpertsConfig(num_experts=4, top_k=2),
-)  # fmt: skip
+    **tiny.ONE_LAYER,
+    vocab_size=256,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
+    intermediate_size=256,
+    family="qwen3_moe",
+    experts=ExpertsConfig(num_experts=4, top_k=2),
+)
 """Shares of two devices are whole tiles."""
 CONFIG = EngineConfig(
     num_draft=0, max_num_seqs=4, max_model_len=64, page_size=4, prefill_chunk=16, prefill_rows=2

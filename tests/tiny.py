@@ -22,16 +22,39 @@ from peagle_jax.models.layers import AttentionRows
 from peagle_jax.rope_config import DynamicScaling, LinearScaling, RopeConfig, YarnScaling
 
 TARGET = TargetConfig(
-    family="qwen3", vocab_size=128, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2,
-    head_dim=8, intermediate_size=48, norm_eps=1e-6, rope=RopeConfig(theta=1e4), max_position=512,
-    tie_embeddings=False, attention_bias=False, qk_norm=True,
-)  # fmt: skip
+    family="qwen3",
+    vocab_size=128,
+    hidden_size=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    norm_eps=1e-6,
+    rope=RopeConfig(theta=1e4),
+    max_position=512,
+    tie_embeddings=False,
+    attention_bias=False,
+    qk_norm=True,
+)
 
 HEAD = DrafterConfig(
-    method="peagle", vocab_size=128, draft_vocab_size=128, hidden_size=32, target_hidden_size=32,
-    num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48, norm_eps=1e-6,
-    rope=RopeConfig(theta=1e4), num_taps=3, taps=(0, 1, 2), mask_token_id=1,
-)  # fmt: skip
+    method="peagle",
+    vocab_size=128,
+    draft_vocab_size=128,
+    hidden_size=32,
+    target_hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    norm_eps=1e-6,
+    rope=RopeConfig(theta=1e4),
+    num_taps=3,
+    taps=(0, 1, 2),
+    mask_token_id=1,
+)
 
 ONE_LAYER = dict(num_layers=1)
 HEAD_OF_ONE_LAYER = dict(num_layers=1, num_taps=1, taps=(0,))
@@ -42,40 +65,58 @@ fifths of the time.
 FAMILIES = {
     "llama": dict(family="llama", qk_norm=False, num_layers=3),
     "mistral": dict(
-        family="mistral", qk_norm=False, sliding_windows=(6, 6, 6), max_position=80,
+        family="mistral",
+        qk_norm=False,
+        sliding_windows=(6, 6, 6),
+        max_position=80,
         rope=RopeConfig(theta=1e4, scaling=DynamicScaling(factor=2.0)),
     ),
     "qwen2": dict(
-        family="qwen2", qk_norm=False, attention_bias=True, tie_embeddings=True,
+        family="qwen2",
+        qk_norm=False,
+        attention_bias=True,
+        tie_embeddings=True,
         sliding_windows=(None, 6, 6),
     ),
     "qwen3_moe": dict(family="qwen3_moe", experts=ExpertsConfig(num_experts=6, top_k=2)),
     "gpt_oss": dict(
-        family="gpt_oss", qk_norm=False, attention_bias=True, sliding_windows=(6, None, 6),
-        experts=ExpertsConfig(num_experts=6, top_k=2), swiglu_limit=2.0,
+        family="gpt_oss",
+        qk_norm=False,
+        attention_bias=True,
+        sliding_windows=(6, None, 6),
+        experts=ExpertsConfig(num_experts=6, top_k=2),
+        swiglu_limit=2.0,
         rope=RopeConfig(theta=1e4, scaling=YarnScaling(factor=8.0, original_max_position=32)),
     ),
     "gemma4": dict(
-        family="gemma4", sliding_windows=(6, None, 5), logit_softcap=5.0, tie_embeddings=True,
+        family="gemma4",
+        sliding_windows=(6, None, 5),
+        logit_softcap=5.0,
+        tie_embeddings=True,
         global_attention=GlobalAttention(
-            num_kv_heads=1, head_dim=16, rope=RopeConfig(theta=1e6, rotary_share=0.25),
+            num_kv_heads=1,
+            head_dim=16,
+            rope=RopeConfig(theta=1e6, rotary_share=0.25),
             shared_kv=True,
         ),
     ),
-}  # fmt: skip
+}
 """What each family changes in `TARGET`; windows of a few tokens, so that every test crosses them.
 """
 
 VARIANTS = {
     "llama with biases": dict(
-        family="llama", qk_norm=False, attention_bias=True, mlp_bias=True,
+        family="llama",
+        qk_norm=False,
+        attention_bias=True,
+        mlp_bias=True,
         rope=RopeConfig(theta=1e4, scaling=LinearScaling(factor=4.0)),
     ),
     "qwen3_moe with dense layers": dict(
         family="qwen3_moe",
         experts=ExpertsConfig(num_experts=6, top_k=2, dense_layers=(0, 2), dense_size=40),
     ),
-}  # fmt: skip
+}
 """Other forms of a family; what a test shows of the method need not be shown again for each."""
 
 TARGETS = FAMILIES | VARIANTS

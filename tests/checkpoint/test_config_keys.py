@@ -21,10 +21,14 @@ from tests.checkpoint.released import write_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 NAMES = {
-    "llama": "llama-3.1-8b", "mistral": "mistral-7b-v0.1", "qwen2": "qwen2.5-7b",
-    "qwen3": "qwen3-8b", "qwen3_moe": "qwen3-coder-30b-a3b", "gpt_oss": "gpt-oss-20b",
+    "llama": "llama-3.1-8b",
+    "mistral": "mistral-7b-v0.1",
+    "qwen2": "qwen2.5-7b",
+    "qwen3": "qwen3-8b",
+    "qwen3_moe": "qwen3-coder-30b-a3b",
+    "gpt_oss": "gpt-oss-20b",
     "gemma4_text": "gemma-4-31b",
-}  # fmt: skip
+}
 """A released config of each `model_type`."""
 
 

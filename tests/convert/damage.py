@@ -18,16 +18,60 @@ from peagle_jax.checkpoint.safetensors import DTYPES, INDEX
 from tests.convert.seeds import Folder, as_json
 
 WILD = [
-    None, True, False, 0, 1, -1, 2, 3, 7, 16, 64, 100, 256, 10**12, 2**31, 10**400, 0.5, 1.0, -0.5,
-    1e-300, 1e39, float("nan"), float("inf"), "", "x", "silu", "64", "llama", "llama3", "yarn",
-    "default", [], [1], [[]], [None], {}, {"rope_type": "yarn"}, {"0": {}}, ["sliding_attention"],
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    16,
+    64,
+    100,
+    256,
+    10**12,
+    2**31,
+    10**400,
+    0.5,
+    1.0,
+    -0.5,
+    1e-300,
+    1e39,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "silu",
+    "64",
+    "llama",
+    "llama3",
+    "yarn",
+    "default",
+    [],
+    [1],
+    [[]],
+    [None],
+    {},
+    {"rope_type": "yarn"},
+    {"0": {}},
+    ["sliding_attention"],
     ["full_attention"] * 2,
-]  # fmt: skip
+]
 _MORE_KEYS = sorted({*ROPE_KEYS, *UNSUPPORTED, *(key for table in KEYS.values() for key in table)})
 _ROPE_MORE = [
-    "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
-    "original_max_position_embeddings", "beta_fast", "mscale", "partial_rotary_factor",
-]  # fmt: skip
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "mscale",
+    "partial_rotary_factor",
+]
 
 
 def _place(raw: dict, rng: Random) -> dict:
@@ -223,9 +267,25 @@ def break_header(folder: Folder, rng: Random) -> str:
 
 
 STRUCTURE = [
-    *[change_key] * 6, *[add_key] * 3, *[drop_key] * 2, relabel, cast, cast, reshape, resize,
-    lose, rename, double, double, poison, poison, poison, shard, break_header, break_header,
-]  # fmt: skip
+    *[change_key] * 6,
+    *[add_key] * 3,
+    *[drop_key] * 2,
+    relabel,
+    cast,
+    cast,
+    reshape,
+    resize,
+    lose,
+    rename,
+    double,
+    double,
+    poison,
+    poison,
+    poison,
+    shard,
+    break_header,
+    break_header,
+]
 
 
 def _break_file(files: dict[str, bytes], rng: Random) -> str:

@@ -14,11 +14,23 @@ from peagle_jax.checkpoint.safetensors import DTYPES, INDEX
 from tests.convert.conftest import GOLDEN, target_of
 
 SEEDS = {
-    "peagle-shared": None, "peagle-bias": None, "eagle3": None, "peagle-pruned": None, "qwen2": [0],
-    "mistral": [0], "llama-fp8-tensor": [0], "qwen3-fp8-channel": [0], "gpt_oss-bf16": [0, 1],
-    "gemma4": [2, 3], "gemma4-text": [2, 3], "gpt_oss-mxfp4": [0], "qwen3_moe-fp8": [0, 1],
-    "qwen3_moe-bf16": [0], "llama": [0], "qwen3": [0],
-}  # fmt: skip
+    "peagle-shared": None,
+    "peagle-bias": None,
+    "eagle3": None,
+    "peagle-pruned": None,
+    "qwen2": [0],
+    "mistral": [0],
+    "llama-fp8-tensor": [0],
+    "qwen3-fp8-channel": [0],
+    "gpt_oss-bf16": [0, 1],
+    "gemma4": [2, 3],
+    "gemma4-text": [2, 3],
+    "gpt_oss-mxfp4": [0],
+    "qwen3_moe-fp8": [0, 1],
+    "qwen3_moe-bf16": [0],
+    "llama": [0],
+    "qwen3": [0],
+}
 """Golden folders, and the layers that are kept of a target; smallest first."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -146,9 +146,13 @@ def add(rng, name, shape, member, tensors, dense) -> None:
     for r in range(n):
         for c in range(0, k, 128):
             index = {
-                "tensor": (), "one": (0,), "row": (r, 0), "column": (r,),
-                "block": (r // 128, c // 128), "row and block": (r, c // 128),
-            }  # fmt: skip
+                "tensor": (),
+                "one": (0,),
+                "row": (r, 0),
+                "column": (r,),
+                "block": (r // 128, c // 128),
+                "row and block": (r, c // 128),
+            }
             each[r, c : c + 128] = np.float32(scale[index[form]])
     dense[name] = values.astype(np.float32) * each
 

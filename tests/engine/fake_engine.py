@@ -249,6 +249,13 @@ def random_prompt(rng: random.Random, most: int, earlier: list[Request]) -> list
 
 def make_config(J, B, max_len, Z, P, T, R, saved=0) -> EngineConfig:
     return EngineConfig(
-        num_draft=J, max_num_seqs=B, max_model_len=max_len, page_size=Z, num_pages=P,
-        prefill_chunk=T, prefill_rows=R, max_waiting=3, saved_rings=saved,
-    )  # fmt: skip
+        num_draft=J,
+        max_num_seqs=B,
+        max_model_len=max_len,
+        page_size=Z,
+        num_pages=P,
+        prefill_chunk=T,
+        prefill_rows=R,
+        max_waiting=3,
+        saved_rings=saved,
+    )

@@ -33,10 +33,14 @@ CONTROLS = {
     "frequency": dict(frequency_penalty=1.5),
     "presence": dict(presence_penalty=-2.0),
     "together": dict(
-        logit_bias={EOS: 3.0, 9: -4.0, 40: 2.0}, allowed_token_ids=(EOS, 9, *range(30, 100)),
-        min_tokens=10, repetition_penalty=1.2, frequency_penalty=0.4, presence_penalty=0.3,
+        logit_bias={EOS: 3.0, 9: -4.0, 40: 2.0},
+        allowed_token_ids=(EOS, 9, *range(30, 100)),
+        min_tokens=10,
+        repetition_penalty=1.2,
+        frequency_penalty=0.4,
+        presence_penalty=0.3,
     ),
-}  # fmt: skip
+}
 
 
 def params(name: str | None) -> SamplingParams:
@@ -167,10 +171,17 @@ def test_the_largest_numbers_that_are_accepted_run(plain):
     `max_tokens`.
     """
     largest = SamplingParams(
-        max_tokens=2**70, min_tokens=2**70, temperature=100.0, top_k=2**31 - 1, seed=2**63 - 1,
-        stop_ids=(STOP,), logit_bias={V - 1: 100.0, EOS: 100.0}, repetition_penalty=100.0,
-        frequency_penalty=2.0, presence_penalty=2.0,
-    )  # fmt: skip
+        max_tokens=2**70,
+        min_tokens=2**70,
+        temperature=100.0,
+        top_k=2**31 - 1,
+        seed=2**63 - 1,
+        stop_ids=(STOP,),
+        logit_bias={V - 1: 100.0, EOS: 100.0},
+        repetition_penalty=100.0,
+        frequency_penalty=2.0,
+        presence_penalty=2.0,
+    )
     asked = [largest, replace(largest, temperature=0.0, seed=None), params(None)]
     made = plain.generate(PROMPTS[:3], asked)
     for prompt, one in zip(PROMPTS[:2], made, strict=False):

@@ -20,9 +20,15 @@ from tests.programs import one_bucket
 J, MAX_TOKENS, VOCAB = 3, 20, tiny.TARGET.vocab_size
 EOS_IDS = tuple(range(112, VOCAB))  # an eighth of the vocabulary: texts do end in a random model
 SIZES = dict(
-    num_draft=J, max_num_seqs=4, max_model_len=64, page_size=4, prefill_chunk=8, prefill_rows=2,
-    max_waiting=6, max_logprobs=3,
-)  # fmt: skip
+    num_draft=J,
+    max_num_seqs=4,
+    max_model_len=64,
+    page_size=4,
+    prefill_chunk=8,
+    prefill_rows=2,
+    max_waiting=6,
+    max_logprobs=3,
+)
 PROMPTS = [
     np.random.default_rng(i).integers(2, VOCAB, n).tolist()
     for i, n in enumerate((1, 5, 8, 9, 16, 23, 3, 30))
@@ -321,12 +327,16 @@ def mixed_workload(engine: Engine) -> None:
     requests: list[Request] = []
     for i in range(24):
         params = SamplingParams(
-            max_tokens=int(rng.integers(1, 9)), temperature=float(rng.choice([0.0, 0.8])),
-            top_k=int(rng.choice([0, 5])), top_p=float(rng.choice([1.0, 0.9])),
-            min_p=float(rng.choice([0.0, 0.1])), logprobs=[None, 0, 3][i % 3],
-            num_speculative_tokens=[None, 0, min(2, engine.config.num_draft)][i % 3], stop=("zz",),
+            max_tokens=int(rng.integers(1, 9)),
+            temperature=float(rng.choice([0.0, 0.8])),
+            top_k=int(rng.choice([0, 5])),
+            top_p=float(rng.choice([1.0, 0.9])),
+            min_p=float(rng.choice([0.0, 0.1])),
+            logprobs=[None, 0, 3][i % 3],
+            num_speculative_tokens=[None, 0, min(2, engine.config.num_draft)][i % 3],
+            stop=("zz",),
             presence_penalty=[0.0, 0.5][i % 2],
-        )  # fmt: skip
+        )
         requests.append(engine.add_request(PROMPTS[i % 8], params))
         for _ in range(rng.integers(0, 4) if engine.scheduler.num_waiting < 5 else 8):
             engine.step()

@@ -61,9 +61,14 @@ def test_an_engine_whose_weights_moved_writes_the_same_text(warms_up, request):
 
     def text() -> list:
         config = EngineConfig(
-            num_draft=2, max_num_seqs=2, max_model_len=64, page_size=8, prefill_chunk=16,
-            batch_sizes=(2,), dtype="float32",
-        )  # fmt: skip
+            num_draft=2,
+            max_num_seqs=2,
+            max_model_len=64,
+            page_size=8,
+            prefill_chunk=16,
+            batch_sizes=(2,),
+            dtype="float32",
+        )
         engine = small_engine(config)
         if warms_up:
             reported = []

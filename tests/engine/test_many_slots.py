@@ -17,9 +17,15 @@ from tests.programs import OneBucketConfig, one_bucket
 
 SLOTS, REQUESTS, LONGEST = 256, 2000, 32
 CONFIG = OneBucketConfig(
-    num_draft=2, max_num_seqs=SLOTS, max_model_len=64, page_size=4, prefill_chunk=16,
-    prefill_rows=64, num_pages=1200, rounds_per_call=4,
-)  # fmt: skip
+    num_draft=2,
+    max_num_seqs=SLOTS,
+    max_model_len=64,
+    page_size=4,
+    prefill_chunk=16,
+    prefill_rows=64,
+    num_pages=1200,
+    rounds_per_call=4,
+)
 
 
 @jax.tree_util.register_dataclass

@@ -25,9 +25,15 @@ from tests.test_losslessness import OracleDrafter
 
 J, MAX_TOKENS = 4, 24
 SIZES = dict(
-    max_num_seqs=5, max_model_len=80, page_size=4, prefill_chunk=8, prefill_rows=2, max_logprobs=2,
-    prompt_logprobs=True, max_waiting=999,
-)  # fmt: skip
+    max_num_seqs=5,
+    max_model_len=80,
+    page_size=4,
+    prefill_chunk=8,
+    prefill_rows=2,
+    max_logprobs=2,
+    prompt_logprobs=True,
+    max_waiting=999,
+)
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", None]}},

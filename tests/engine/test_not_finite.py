@@ -24,9 +24,13 @@ FAMILIES = ["llama", "qwen3_moe", "gpt_oss"]
 
 
 SIZES = dict(
-    max_num_seqs=3, max_model_len=48, page_size=4, prefill_chunk=8, prefill_rows=2,
+    max_num_seqs=3,
+    max_model_len=48,
+    page_size=4,
+    prefill_chunk=8,
+    prefill_rows=2,
     num_pages=3 * 12 + 1,
-)  # fmt: skip
+)
 
 
 def engine_of(target, method: str, num_draft: int, head=None, **changes) -> Engine:

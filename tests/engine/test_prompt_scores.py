@@ -13,9 +13,15 @@ from tests.programs import one_bucket
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 CONFIG = EngineConfig(
-    num_draft=3, max_num_seqs=4, max_model_len=96, page_size=8, prefill_chunk=16, prefill_rows=2,
-    max_logprobs=3, prompt_logprobs=True,
-)  # fmt: skip
+    num_draft=3,
+    max_num_seqs=4,
+    max_model_len=96,
+    page_size=8,
+    prefill_chunk=16,
+    prefill_rows=2,
+    max_logprobs=3,
+    prompt_logprobs=True,
+)
 rng = np.random.default_rng(7)
 PROMPTS = [rng.integers(2, tiny.TARGET.vocab_size, n).tolist() for n in (1, 2, 16, 17, 41)]
 

@@ -19,9 +19,15 @@ from tests.json_vocabulary import BEGIN_THINK, END, END_THINK, json_tokenizer
 from tests.programs import one_bucket
 
 SIZES = dict(
-    num_draft=7, max_num_seqs=4, max_model_len=160, page_size=4, prefill_chunk=16, prefill_rows=2,
-    max_waiting=999, max_logprobs=3,
-)  # fmt: skip
+    num_draft=7,
+    max_num_seqs=4,
+    max_model_len=160,
+    page_size=4,
+    prefill_chunk=16,
+    prefill_rows=2,
+    max_waiting=999,
+    max_logprobs=3,
+)
 NUM_PAGES = 45  # little more than one longest request: the younger are preempted
 PROMPTS = [
     np.random.default_rng(i).integers(0, 95, n).tolist() for i, n in enumerate((1, 5, 40, 70))

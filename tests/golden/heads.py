@@ -242,13 +242,17 @@ def record_peagle(model, head: Head, batch: dict) -> dict[str, torch.Tensor]:
     )
     cod = run_elements(model, batch, anchor, depth)
     return {
-        "slot_labels": cod["labels"], "chain_anchor": chain,
-        "chain_logits": torch.cat([first, rest], dim=1), "cod_anchor": anchor, "cod_depth": depth,
-        "cod_logits": cod["logits"][0], "cod_loss": cod["loss"],
+        "slot_labels": cod["labels"],
+        "chain_anchor": chain,
+        "chain_logits": torch.cat([first, rest], dim=1),
+        "cod_anchor": anchor,
+        "cod_depth": depth,
+        "cod_logits": cod["logits"][0],
+        "cod_loss": cod["loss"],
         "grad_hidden_norm": model.layers[0].hidden_norm.weight.grad,
         "grad_mask_hidden": model.mask_hidden.grad.flatten(),
         "grad_mask_embedding": model.embed_tokens.weight.grad[MASK_TOKEN],
-    }  # fmt: skip
+    }
 
 
 def record_eagle3(model, head: Head, batch: dict) -> dict[str, torch.Tensor]:

@@ -103,14 +103,24 @@ def automodel(config: dict, tensors: dict) -> Head:
     inner = config["transformer_layer_config"]
     methods = config["speculators_config"]["proposal_methods"]
     raw = inner | dict(
-        architectures=["LlamaEagle3DraftModel"], attn_implementation="eager", down_sample_ratio=0.7,
-        down_sample_ratio_min=0.2, draft_vocab_size=config["draft_vocab_size"], dtype="bfloat16",
-        fc_norm=config["fc_norm"], layer_types=["full_attention"] * inner["num_hidden_layers"],
-        mask_token_id=config["mask_token_id"], max_window_layers=8, model_type="qwen3",
-        norm_output=config["norm_output"], num_depths=methods[0]["speculative_tokens"],
-        parallel_drafting=True, sliding_window=None, target_hidden_size=inner["hidden_size"],
+        architectures=["LlamaEagle3DraftModel"],
+        attn_implementation="eager",
+        down_sample_ratio=0.7,
+        down_sample_ratio_min=0.2,
+        draft_vocab_size=config["draft_vocab_size"],
+        dtype="bfloat16",
+        fc_norm=config["fc_norm"],
+        layer_types=["full_attention"] * inner["num_hidden_layers"],
+        mask_token_id=config["mask_token_id"],
+        max_window_layers=8,
+        model_type="qwen3",
+        norm_output=config["norm_output"],
+        num_depths=methods[0]["speculative_tokens"],
+        parallel_drafting=True,
+        sliding_window=None,
+        target_hidden_size=inner["hidden_size"],
         use_sliding_window=False,
-    )  # fmt: skip
+    )
     raw.pop("mlp_bias")  # Qwen3's config has no such key
     prefixed = {n if n in NOT_INNER else f"model.{n}": x for n, x in tensors.items()}
     return raw, prefixed

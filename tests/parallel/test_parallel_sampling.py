@@ -29,9 +29,16 @@ def prompts() -> list[list[int]]:
 
 def completions(count: int, head, **changes) -> list:
     config = EngineConfig(
-        max_num_seqs=8, max_model_len=64, page_size=4, prefill_chunk=16, prefill_rows=2,
-        num_draft=3, prompt_logprobs=True, tensor_parallel=count, **changes,
-    )  # fmt: skip
+        max_num_seqs=8,
+        max_model_len=64,
+        page_size=4,
+        prefill_chunk=16,
+        prefill_rows=2,
+        num_draft=3,
+        prompt_logprobs=True,
+        tensor_parallel=count,
+        **changes,
+    )
     engine = one_bucket(Engine(tiny.target(**HEADS), head, config))
     params = [SamplingParams(max_tokens=20, **one) for one in REQUESTS]
     return engine.generate(prompts(), params)

@@ -15,18 +15,35 @@ S = 12
 
 def head_options(**changes) -> passes.HeadOptions:
     base = dict(
-        texts=None, batch=2, num_depths=4, dtype="float32", loss_chunk=16, eval_sequences=2,
+        texts=None,
+        batch=2,
+        num_depths=4,
+        dtype="float32",
+        loss_chunk=16,
+        eval_sequences=2,
         num_draft=3,
-    )  # fmt: skip
+    )
     return passes.HeadOptions(**(base | changes))
 
 
 def run_config(out: Path, steps: int, **changes) -> RunConfig:
     base = dict(
-        out=out, steps=steps, minutes=None, optimizer="muon", learning_rate=3e-3,
-        adam_learning_rate=2e-3, weight_decay=0.0, warmup=2, decay=0.4, clip=1.0, microbatches=1,
-        seed=0, log_every=5, eval_every=20, save_every=20,
-    )  # fmt: skip
+        out=out,
+        steps=steps,
+        minutes=None,
+        optimizer="muon",
+        learning_rate=3e-3,
+        adam_learning_rate=2e-3,
+        weight_decay=0.0,
+        warmup=2,
+        decay=0.4,
+        clip=1.0,
+        microbatches=1,
+        seed=0,
+        log_every=5,
+        eval_every=20,
+        save_every=20,
+    )
     return RunConfig(**(base | changes))
 
 
