@@ -366,7 +366,10 @@ def _is_faster_plain(args) -> bool:
     """Whether the model is the embedded one on a CPU, where every row of a round takes time, and no
     option asks for drafts."""
     asked = (args.model, args.drafter, args.method, args.show_drafts, args.compare, args.adaptive)
-    if any(asked) or args.num_speculative_tokens != ModelOptions.num_speculative_tokens:
+    of_drafts = ("num_speculative_tokens", "selector", "draft_sampling", "verify_method")
+    if any(asked) or any(
+        value != getattr(ModelOptions, name) for name, value in given(args, *of_drafts).items()
+    ):
         return False
     from pallas_kernels import dispatch
 

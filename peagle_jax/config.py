@@ -12,6 +12,10 @@ from peagle_jax.rope_config import DynamicScaling, RopeConfig
 
 Method = Literal["none", "eagle3", "peagle"]
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma4"]
+Running = Literal["keep", "finish", "abort"]
+"""What becomes of requests that run while weights are updated, see `Engine.update_weights`."""
+FIRST_VERSION = "0"
+"""Of the weights that an engine begins with."""
 MAX_NUM_DRAFT = 32  # heads are trained for 4 to 16; each draft adds rows to every program
 
 

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import get_args
 
 from peagle_jax import SamplingParams
+from peagle_jax.config import Running
 from peagle_jax.engine.host.scheduler import QueueFull
 from peagle_jax.errors import ConfigError, NotReady
 from peagle_jax.text.tokenizer import Tokenizer
@@ -40,7 +41,6 @@ from serving.messages import (
     Listener,
     Load,
     Refused,
-    Running,
     WeightUpdate,
     Worker,
 )

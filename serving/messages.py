@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, Self
 
-from peagle_jax.config import DrafterConfig, EngineConfig, TargetConfig
+from peagle_jax.config import FIRST_VERSION, DrafterConfig, EngineConfig, Running, TargetConfig
 from peagle_jax.engine.host.pages import Salt
 from peagle_jax.engine.host.request import PromptLogprob, Request, Round, TokenLogprob
 from peagle_jax.engine.host.rules import check_request_of_model
@@ -18,10 +18,6 @@ MatcherOf = Hashable
 """A constraint compiled for one sequence: a `Matcher` where the engine is, elsewhere what stands
 for one.
 """
-
-
-FIRST_VERSION = "0"
-"""Of the weights that an engine begins with."""
 
 
 class Checked(NamedTuple):
@@ -98,10 +94,6 @@ class Tokens(NamedTuple):
     """Prompt tokens that the prefix cache had."""
     prompt_logprobs: list[PromptLogprob | None] | None = None
     """With the first tokens of a sequence, if its request has `prompt_logprobs`."""
-
-
-Running = Literal["keep", "finish", "abort"]
-"""What becomes of requests that run, see `Engine.update_weights`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,15 +16,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from pathlib import Path
 from typing import Literal
 
-import jax
-
 from peagle_jax import ConfigError, Engine
-from peagle_jax.checkpoint.gguf_file import is_gguf
-from peagle_jax.checkpoint.hub import resolve
-from peagle_jax.checkpoint.loader import load_like
+from peagle_jax.checkpoint.incoming import loaded
 from peagle_jax.cli import runs
 from peagle_jax.engine.device.compilation import CompileError, Progress
 from peagle_jax.engine.device.memory import device_memory
@@ -115,19 +110,6 @@ def _caller(loop: asyncio.AbstractEventLoop) -> Callable[..., None]:
             _log.debug("the event loop ended before the engine")
 
     return call
-
-
-def _folder(text: str) -> Path:
-    """A folder of weights, or that of a GGUF file; unlike `resolve` it downloads nothing."""
-    return resolve(text)[0] if is_gguf(text) else Path(text)
-
-
-def _host() -> jax.Device | None:
-    """The processor; None, as with JAX_PLATFORMS=cuda, if jax has devices only."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return None
 
 
 def _portable(error: Exception) -> Exception:
@@ -334,14 +316,13 @@ class EngineWorker:
                 self._mail.put(("update", order, models, on_done))
 
     def _read_models(self, order: WeightUpdate) -> tuple[Decoder | None, DraftHead | None]:
-        """The models of an update, in memory of the host: the device may have room for one."""
-        config, (like, drafter) = self._engine.target_config, self._engine.programs.models
+        """The models of an update, in memory of the host."""
+        config, (like, drafter) = self._engine.target_config, self._engine.programs.model_shapes
         own_head = getattr(drafter, "head", None)
         if order.head is not None and own_head is None:
             raise ConfigError.of("head", "the engine drafts without a head: leave it out")
-        with jax.default_device(_host()):
-            target = order.folder and load_like(_folder(order.folder), like, config)
-            return target, order.head and load_like(_folder(order.head), own_head, config)
+        target = order.folder and loaded(order.folder, like, config)
+        return target, order.head and loaded(order.head, own_head, config)
 
     def _apply_updates(self, on_update: OnUpdate) -> list[tuple[Callable, str | Exception]]:
         """Carries out the orders that need not wait; returns whom to call, each with its answer.
@@ -392,9 +373,8 @@ class EngineWorker:
         """Reads the mail, then runs a round if there is work. Returns False after `stop`."""
         events: list[Event] = []
         notify = lambda request, tokens: events.append(self._event(request, tokens))
-        answers: list[
-            tuple[Callable, str | Exception]
-        ] = []  # after the load, which has the version
+        # Sent after the load, which has the version.
+        answers: list[tuple[Callable, str | Exception]] = []
         for item in self._all_mail():
             match item:
                 case "submit", jobs:

@@ -44,17 +44,19 @@ def host() -> jax.Device:
         return dispatch.default_device()
 
 
-def loaded(weights: Weights, like: nnx.Module, target: TargetConfig, devices: Devices):
-    """The model of weights that are stored, in arrays of its own.
+def loaded(weights: Weights, like: nnx.Module, target: TargetConfig) -> nnx.Module:
+    """The model of weights that are stored, in memory of the host: a device may have room for one
+    model. Nothing is downloaded.
 
     Args:
-      target: as of `loader.load_like`, which says what is raised.
+      like, target: as of `loader.load_like`, which says what is raised; shapes are enough.
     """
     if isinstance(weights, Mapping):
         weights = weights.items()
     elif isinstance(weights, str | Path) and is_gguf(weights):
         weights = resolve(str(weights))[0]
-    return load_like(weights, like, target, devices)
+    with jax.default_device(host()):
+        return load_like(weights, like, target)
 
 
 def checked(weights: Weights, like: nnx.Module, devices: Devices) -> dict[str, Any]:

@@ -12,17 +12,19 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pickle import PicklingError
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, get_args
 
 import jax
 
 from peagle_jax.checkpoint.incoming import Weights
 from peagle_jax.config import (
+    FIRST_VERSION,
     AttentionConfig,
     ConfigError,
     DrafterConfig,
     EngineConfig,
     OwnDrafterConfig,
+    Running,
     TargetConfig,
 )
 from peagle_jax.devices import Devices
@@ -61,9 +63,6 @@ if TYPE_CHECKING:
     from peagle_jax.engine.structured.grammar import Grammars, Matcher
 
 _log = logging.getLogger(__name__)
-
-Running = Literal["keep", "finish", "abort"]
-"""What becomes of requests that run while weights are updated."""
 
 
 def _warn_above(trained: int | None, num_draft: int) -> None:
@@ -175,7 +174,7 @@ class Engine:
         )
         self._state = self.programs.init_state(self.target_config, self.drafter_config)
         self._in_flight: list[InFlight] = []
-        self.version = "0"
+        self.version = FIRST_VERSION
         """Of the weights; `update_weights` changes it."""
         self._num_updates = 0
         self._has_cache, self._is_paused, self._is_stepping = True, False, False
@@ -543,8 +542,10 @@ class Engine:
           NotReady: it is called within a step, or requests are to finish while the engine is paused
             or has no cache.
         """
-        if running not in ("keep", "finish", "abort"):
-            raise ConfigError.of("running", f"{running!r} is none of keep, finish and abort")
+        if running not in get_args(Running):
+            raise ConfigError.of(
+                "running", f"{running!r} is none of {', '.join(get_args(Running))}"
+            )
         if head is not None and not self._drafts_by_head:
             raise ConfigError.of("head", "the engine drafts without a head: leave it out")
         self._check_between_steps()

@@ -3,10 +3,11 @@
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
+from peagle_jax.config import FIRST_VERSION
 from peagle_jax.engine.host.request import PromptLogprob, TokenLogprob
 from peagle_jax.engine.host.stats import Acceptance
 from peagle_jax.text.tokenizer import Detokenizer, Tokenizer
-from serving.messages import FIRST_VERSION, Ended
+from serving.messages import Ended
 from serving.rounds import RoundReport, token_name
 from serving.stream import Stream
 from serving.turns import Later

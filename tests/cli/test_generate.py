@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from peagle_jax.__main__ import _is_faster_plain
 from peagle_jax.cli import runs
+from peagle_jax.cli.options import parser
 from peagle_jax.text.tokenizer import Tokenizer
 from tests.waiting import LIMIT
 
@@ -258,6 +260,14 @@ def test_a_head_says_itself_how_it_is_run(generate, folders):
     code, out, _ = generate(PROMPT, *where, *SHORT, "--json", "--no-cache")
     assert code == 0
     assert objects(out)[-1]["summary"]["method"] == "eagle3"
+
+
+def test_an_option_of_drafts_asks_for_drafts():
+    faster = lambda *options: _is_faster_plain(parser().parse_intermixed_args(["x", *options]))
+    assert faster()
+    assert faster("--temperature", "1")
+    of_drafts = ("--verify-method block", "--draft-sampling sample", "--no-selector", "-K 3")
+    assert not any(faster(*options.split()) for options in of_drafts)
 
 
 @pytest.mark.slow

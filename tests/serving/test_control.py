@@ -11,9 +11,8 @@ import grpc
 import httpx
 import pytest
 
-from peagle_jax.checkpoint import save_head, save_target
+from peagle_jax.checkpoint import incoming, save_head, save_target
 from peagle_jax.config import ConfigError
-from serving import worker
 from serving.bearer_tokens import AdminToken, TokenFile
 from serving.frontend import State
 from serving.protos import peagle_v1_pb2 as pb
@@ -173,7 +172,7 @@ def test_texts_are_those_of_the_new_weights(root, user, first, second, server):
 
 def test_a_gguf_file_is_read_as_its_folder(root, user, second, monkeypatch):
     before = user.text()
-    monkeypatch.setattr(worker, "resolve", lambda text: (Path(second), text))
+    monkeypatch.setattr(incoming, "resolve", lambda text: (Path(second), text))
     assert root.update("model.gguf").status_code == 200
     assert user.text() != before
 
@@ -328,13 +327,13 @@ def test_a_pause_ends_an_order_that_waits(server, root, user, second):
 
 
 def test_requests_are_served_while_weights_are_read(root, user, second, monkeypatch):
-    may_read, read = threading.Event(), worker.load_like
+    may_read, read = threading.Event(), incoming.load_like
 
     def late(*args, **rules):
         assert may_read.wait(LIMIT)
         return read(*args, **rules)
 
-    monkeypatch.setattr(worker, "load_like", late)
+    monkeypatch.setattr(incoming, "load_like", late)
     with updating(root, second, version="late") as answers:
         assert user.complete()["choices"][0]["finish_reason"] == "length"
         assert answers == []

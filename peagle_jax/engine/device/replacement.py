@@ -14,13 +14,12 @@ from peagle_jax.checkpoint.incoming import (
     Weights,
     by_name,
     checked,
-    host,
     is_stored,
     loaded,
     placements,
 )
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.devices import ONE_DEVICE, Devices
+from peagle_jax.devices import Devices
 from peagle_jax.engine.device.programs import Programs
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.drafter import Drafter, make_drafter
@@ -89,8 +88,7 @@ def replacement(
             continue
         try:
             if is_stored(given):
-                with jax.default_device(host()):
-                    given = loaded(given, like, target.config, ONE_DEVICE)
+                given = loaded(given, like, target.config)
             found[name] = checked(given, like, devices)
         except ConfigError as error:
             problems.append(f"{name}: {error}")
