@@ -21,6 +21,7 @@ Instruments of the development. Beside the commands below:
         "ladder": "the steps from a plain product to a grouped FP8 one, beside predictions",
         "matrix": "what runs where and how it was checked, with the test that shows it",
         "soak": "mixed traffic for an hour: what grows in the server's processes",
+        "train-step": "a step of a head's training for a full-size target: time and memory",
     },
     extras={"batch": "serve", "hostile": "serve", "soak": "serve"},
 )

@@ -69,6 +69,7 @@ def _plan_of(args, config: TargetConfig, held: int, *, rows: int, heldout: int):
         length=args.length,
         step_tokens=args.step_tokens,
         epochs=args.epochs,
+        num_devices=args.num_devices,
     )
     head = recipe.head_config(
         config,
@@ -79,6 +80,14 @@ def _plan_of(args, config: TargetConfig, held: int, *, rows: int, heldout: int):
         draft_vocab=args.draft_vocab,
     )
     return recipe.Plan(target=config, head=head, shape=shape, target_bytes=held)
+
+
+def _check_devices(wanted: int) -> None:
+    import jax
+
+    if wanted > jax.local_device_count():
+        kind, there = jax.devices()[0].platform, jax.local_device_count()
+        raise ConfigError(f"--num-devices {wanted}: this machine shows {there} of kind {kind}")
 
 
 def _answer_options(args, concurrency: int):
@@ -105,6 +114,7 @@ def _head(args) -> None:
 
     config, folder = target_config(args.target), args.out / "text"
     dtype, concurrency = _dtype_and_concurrency(args)
+    _check_devices(args.num_devices)
     answers.write(args.target, _answer_options(args, concurrency), folder, dtype=dtype)
     texts = [load_text(config, folder, name).tokens for name in ("train", "heldout")]
     rows, heldout = map(len, texts)

@@ -86,6 +86,9 @@ def _add_head_shape(parser) -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a training row")
     parser.add_argument("--step-tokens", type=int, default=16_384, help="tokens of a step")
     parser.add_argument("--epochs", type=float, default=6.0, help="passes over the texts")
+    parser.add_argument(
+        "--num-devices", type=int, default=1, metavar="N", help="GPUs that share each step's texts"
+    )
 
 
 def _add_head(commands) -> None:

@@ -31,6 +31,7 @@ class Shape:
     length: int
     microbatches: int
     steps: int
+    num_devices: int = 1
 
     @property
     def tokens(self) -> int:
@@ -38,14 +39,29 @@ class Shape:
 
 
 def shape_of(
-    config: TargetConfig, *, rows: int, heldout: int, length: int, step_tokens: int, epochs: float
+    config: TargetConfig,
+    *,
+    rows: int,
+    heldout: int,
+    length: int,
+    step_tokens: int,
+    epochs: float,
+    num_devices: int = 1,
 ) -> Shape:
-    """Steps of about `step_tokens`, in pieces whose table of distributions is bounded."""
-    batch = max(1, min(step_tokens // length, rows, 4 * heldout))
+    """Steps of about `step_tokens`, in pieces whose table of distributions is bounded; each device
+    has equally many rows."""
+    share = max(1, min(step_tokens // length, rows, 4 * heldout) // num_devices)
     piece = max(1, _TABLE_BYTES // (2 * config.vocab_size * length))
-    microbatches = next(n for n in range(-(-batch // piece), batch + 1) if batch % n == 0)
+    microbatches = next(n for n in range(-(-share // piece), share + 1) if share % n == 0)
+    batch = share * num_devices
     steps = max(1, math.ceil(epochs * rows / batch))
-    return Shape(batch=batch, length=length, microbatches=microbatches, steps=steps)
+    return Shape(
+        batch=batch,
+        length=length,
+        microbatches=microbatches,
+        steps=steps,
+        num_devices=num_devices,
+    )
 
 
 def learning_rate(hidden_size: int) -> float:
@@ -133,6 +149,7 @@ def _run(plan, out, length, seed, *, optimizer: str, rate: float, weight_decay: 
         decay=0.4,
         clip=1.0,
         microbatches=plan.shape.microbatches,
+        num_devices=plan.shape.num_devices,
         seed=seed,
         log_every=min(50, every),
         eval_every=every,
@@ -177,9 +194,9 @@ class Plan:
         return 1 + 0.5 * (deep - 1)  # half of the anchors are picked
 
     def memory(self) -> dict[str, int]:
-        """Bytes by what needs them."""
+        """Bytes of a device by what needs them."""
         target, head, shape = self.target, self.head, self.shape
-        tokens = shape.tokens // shape.microbatches
+        tokens = shape.tokens // shape.num_devices // shape.microbatches
         inner = 12 * head.hidden_size + 4 * head.intermediate_size
         inner += 3 * (head.num_heads + 2 * head.num_kv_heads) * head.head_dim
         rows = int(tokens * self.rows)
@@ -206,6 +223,7 @@ class Plan:
         """Lines of memory and time. Products run at `tflops`, or as fast as on this device."""
         shape, memory = self.shape, self.memory()
         speed = measured_speed() if tflops is None else 1e12 * tflops
+        speed *= shape.num_devices
         minutes = shape.steps * self.flops() / (_USED * speed) / 60
         texts = f"{shape.batch} rows of {shape.length} tokens"
         pieces = "" if shape.microbatches == 1 else f", in {shape.microbatches} pieces"

@@ -24,12 +24,15 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers, muon
 from tqdm import tqdm
 
 from pallas_kernels import dispatch
 from peagle_jax.cli import plotting
 from peagle_jax.config import ConfigError
+from peagle_jax.devices import Devices
+from peagle_jax.parallel.partition import AXIS
 from peagle_jax.training.budget import COMPILING_STEPS, Budget
 from peagle_jax.training.curves import Curves, averages, flatten, plot
 
@@ -45,7 +48,8 @@ class UpdateConfig:
 
     Args:
       learning_rate: peak for matrices; adam_learning_rate: peak for embeddings, heads and vectors.
-      microbatches: pieces of a batch whose gradients are accumulated.
+      microbatches: pieces of a device's share of a batch, whose gradients are accumulated.
+      num_devices: devices that share a batch; each holds all weights.
     """
 
     optimizer: Literal["muon", "adamw"]
@@ -55,6 +59,7 @@ class UpdateConfig:
     clip: float
     microbatches: int
     seed: int
+    num_devices: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +95,7 @@ class Task:
     params: Params  # float32 masters
     loss: Callable[..., tuple[jax.Array, tuple[jax.Array, dict]]]
     constants: Any
-    batch: Callable[[int], Any]  # step -> numpy pytree, leading axis divisible by microbatches
+    batch: Callable[[int], Any]  # step -> numpy pytree, leading axis divisible by all pieces
     evaluate: Callable[[Params], dict[str, float]]
     tokens_per_step: int
 
@@ -193,13 +198,15 @@ def schedule(step: int, total: int | None, *, warmup: int, decay: float) -> floa
 def make_step(loss: Callable, run: UpdateConfig, optimizer: optax.GradientTransformation):
     """The jitted update: `(params, opt_state, constants, batch, step, scale) -> (..., report)`;
     `loss` is as of `Task`."""
-    M = run.microbatches
+    M, N = run.microbatches, run.num_devices
     root = jax.random.key(run.seed)
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
     def accumulate(params, constants, batch, key):
-        if M == 1:
+        """Sums over a device's share of the batch; a piece has its number's key on any device."""
+        if M * N == 1:
             return value_and_grad(params, constants, batch, key)
+        device = jax.lax.axis_index(AXIS) if N > 1 else 0
         pieces = jax.tree.map(lambda x: x.reshape(M, -1, *x.shape[1:]), batch)
         first = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
         shapes = jax.eval_shape(value_and_grad, params, constants, jax.tree.map(first, pieces), key)
@@ -210,13 +217,26 @@ def make_step(loss: Callable, run: UpdateConfig, optimizer: optax.GradientTransf
             out = value_and_grad(params, constants, piece, jax.random.fold_in(key, i))
             return jax.tree.map(jnp.add, total, out), None
 
-        return jax.lax.scan(body, zeros, (pieces, jnp.arange(M)))[0]
+        return jax.lax.scan(body, zeros, (pieces, M * device + jnp.arange(M)))[0]
+
+    if N > 1:
+        summed = lambda *arguments: jax.lax.psum(accumulate(*arguments), AXIS)
+        specs = (PartitionSpec(), PartitionSpec(), PartitionSpec(AXIS), PartitionSpec())
+        sums = jax.shard_map(
+            summed,
+            mesh=Devices(N).mesh,
+            in_specs=specs,
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    else:
+        sums = accumulate
 
     @partial(jax.jit, donate_argnames=("params", "opt_state"))
     def train_step(params, opt_state, constants, batch, step, scale):
         key = jax.random.fold_in(root, step)
         with dispatch.references(rounded=True):  # kernels have no gradients
-            (total, (count, metrics)), grads = accumulate(params, constants, batch, key)
+            (total, (count, metrics)), grads = sums(params, constants, batch, key)
         count = jnp.maximum(count, 1.0)
         grads = jax.tree.map(lambda g: g / count, grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -330,8 +350,10 @@ def fit(task: Task, run: RunConfig) -> Params:
     run.out.mkdir(parents=True, exist_ok=True)
     optimizer = make_optimizer(run, task.params)
     train_step = make_step(task.loss, run, optimizer)
+    devices = Devices(run.num_devices)
+    constants = devices.copied(task.constants)
     # The step donates its inputs; the caller keeps its own copy.
-    params = jax.tree.map(jnp.copy, task.params)
+    params = devices.copied(jax.tree.map(jnp.copy, task.params))
     budget = Budget(run.out, run.steps, run.minutes, run.decay)
     with _checkpoints(run.out) as manager:
         params, opt_state, step = _restore(manager, params, optimizer.init(params))
@@ -342,7 +364,7 @@ def fit(task: Task, run: RunConfig) -> Params:
             while budget.total is None or step < budget.total:
                 scale = schedule(step, budget.total, warmup=run.warmup, decay=run.decay)
                 params, opt_state, report = train_step(
-                    params, opt_state, task.constants, task.batch(step), step, np.float32(scale)
+                    params, opt_state, constants, task.batch(step), step, np.float32(scale)
                 )
                 record.pending.append(report)
                 step += 1
@@ -355,7 +377,7 @@ def fit(task: Task, run: RunConfig) -> Params:
                     row = record.log(step, scale)
                     bar.set_postfix(loss=f"{row['loss']:.4f}", tok_s=f"{row['tokens_per_s']:.3g}")
                 if last or step % run.eval_every == 0:
-                    row = record.evaluate(step, params)
+                    row = record.evaluate(step, _on_first(params))
                     shown = {k: round(v, 4) for k, v in row.items()}
                     bar.write(f"held out: {shown}", file=sys.stderr)
                 if saves:
@@ -365,4 +387,9 @@ def fit(task: Task, run: RunConfig) -> Params:
                     jax.block_until_ready(params)
                     record.restart(step)
         manager.wait_until_finished()
-    return params
+    return _on_first(params)
+
+
+def _on_first(params: Params) -> Params:
+    """The copies of the first device."""
+    return {name: leaf.addressable_data(0) for name, leaf in params.items()}
