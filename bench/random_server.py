@@ -20,16 +20,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.command import PRESET_SUFFIX, check_preset
+from bench.presets import preset
 from peagle_jax.config import ConfigError
 from peagle_jax.presets import PRESETS
 from peagle_jax.sampling_params import SamplingParams
 from serving.settings import Settings
+from serving.sources import resolve
 
 if TYPE_CHECKING:
     from peagle_jax import Engine
 
 _VARIABLE = "BENCH_RANDOM_MODEL"
 _NUM_BYTES = 256
+_CHAT_TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,6 @@ def random_engine(model: RandomModel, settings: Settings, num_pages: int | None 
     """
     # Imported here: the process that serves the ports needs no jax.
     from bench.models import Models
-    from bench.presets import preset
     from bench.synthetic import Scattered, synthetic_acceptance
     from peagle_jax.models.weight_order import order_weights
     from peagle_jax.text.tokenizer import Tokenizer
@@ -162,7 +164,6 @@ def measure_bare(
     """
     from bench.timing import drive
     from peagle_jax.cli import runs
-    from serving.sources import resolve
 
     settings, _ = resolve(options)
     if not settings.no_cache:
@@ -180,8 +181,8 @@ def measure_bare(
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Writes tokenizer.json: the bytes, then made-up tokens of a few letters, every second with a
-    space in front.
+    """Writes a chat template and tokenizer.json: the bytes, then made-up tokens of a few letters,
+    every second with a space in front.
 
     A text is encoded byte by byte; each id has a text of its own, so that decoding is the work of a
     real model.
@@ -196,6 +197,7 @@ def save_tokenizer(folder: Path, vocab_size: int) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE, encoding="utf-8")
 
 
 def _letters(number: int) -> str:

@@ -21,12 +21,12 @@ from tqdm import tqdm
 
 from bench import rows
 from bench.cells import progress_bar
-from bench.command import RESULTS, Command, RowOptions, check_preset, option
+from bench.command import RESULTS, Command, option
 from bench.load_clients import Call, Clients, Loaded, figures, gap_figures
 from bench.presets import preset
-from bench.random_server import Cell, RandomModel, in_child, measure_bare
+from bench.random_server import Cell, in_child, measure_bare
 from bench.report import show
-from bench.served import Served, processes, used
+from bench.served import Served, ServerOptions, processes, used, wait_for_programs
 from bench.sweep import Prompts, prompt_set
 from peagle_jax import ConfigError
 from peagle_jax.sampling_params import SamplingParams
@@ -34,7 +34,6 @@ from serving.protos import peagle_v1_pb2 as pb
 from serving.protos.peagle_v1_pb2_grpc import GenerationStub
 from serving.sources import resolve
 
-_POLL = 0.1  # seconds
 _WARM_UP_TOKENS = 64
 _CLIENT_PROCESSES = 6  # at most
 _BARE = ("tokens_per_second", "ms_per_round", "ttft_ms_median", "acceptance_length")
@@ -63,16 +62,13 @@ def _protocols(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RowOptions):
+class Options(ServerOptions):
     """Options of this command.
 
     Args:
       address: HOST:PORT of a running server; without it one is started
       preset: start a server of this full-size model with random weights, and measure the bare
         engine after it; rows of the kind served
-      layers: the first N layers of the preset only
-      synthetic_acceptance_length: accept as many drafts of the preset's head as give X tokens per
-        round on average
       no_bare: leave out the bare engine beside a preset
       protocols: how clients call the server, one row each: grpc, http (streams of /v1/completions)
       concurrency: numbers of clients, each with one request after the other
@@ -82,14 +78,10 @@ class Options(RowOptions):
       prompt_tokens: tokens of the longest random prompt; of each one of a preset
       goodput: also count requests within these limits: ttft:MS (time to first token), tpot:MS (time
         per output token), e2e:MS (whole request)
-      seed: seed of arrivals and prompts
-      serve_options: options of peagle-serve
+      seed: seed of arrivals, prompts and random weights
     """
 
     address: str | None = None
-    preset: str | None = None
-    layers: int | None = None
-    synthetic_acceptance_length: float | None = None
     no_bare: bool = False
     protocols: tuple[str, ...] = option(("grpc",), type=_protocols, nargs=None, metavar="P,P")
     concurrency: tuple[int, ...] = option((1, 8, 32), excludes="load")
@@ -103,20 +95,14 @@ class Options(RowOptions):
     temperature: float = 0.0
     ignore_eos: bool = False
     goodput: tuple[tuple[str, float], ...] = option((), type=_limit, metavar="NAME:MS")
-    seed: int = option(0, type=int)
-    serve_options: tuple[str, ...] = option((), positional=True, nargs="*", metavar="-- OPTION")
     out: Path = RESULTS / "serve_load.jsonl"
 
     def check(self) -> None:
-        if self.preset is not None:
-            check_preset(self.preset)
-            preset(self.preset, self.layers)
-            if self.address:
-                raise ConfigError("--preset starts a server of its own: leave out --address")
-        else:
-            for name in ("layers", "synthetic_acceptance_length", "no_bare"):
-                if getattr(self, name):
-                    raise ConfigError(f"--{name.replace('_', '-')} needs a --preset")
+        super().check()
+        if self.preset is not None and self.address:
+            raise ConfigError("--preset starts a server of its own: leave out --address")
+        if self.preset is None and self.no_bare:
+            raise ConfigError("--no-bare needs a --preset")
         if self.address and self.serve_options:
             raise ConfigError(
                 "options of peagle-serve go to a server that is started here: drop --address"
@@ -151,15 +137,6 @@ class Options(RowOptions):
         cache = ["--no-cache"] if self.no_cache else []
         http = ["--http-port", "0"] if "http" in self.protocols else []
         return [*slots, *cache, *http, "--no-prefix-caching", *self.serve_options]
-
-    @property
-    def random_model(self) -> RandomModel:
-        return RandomModel(
-            preset=self.preset,
-            layers=self.layers,
-            synthetic_acceptance_length=self.synthetic_acceptance_length,
-            seed=self.seed,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,19 +252,13 @@ def _served(options: Options) -> Iterator[tuple[str, Served | None]]:
     if options.address:
         yield options.address, None
         return
-    given = options.server_options
-    resolve(given)  # validates the options before the server starts
-    module = "serving"
-    if options.preset is not None:
-        given, module = [*options.random_model.options, *given], "bench.random_server"
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "serve.log")
-        with Served(given, log=log, module=module) as server:
-            yield server.wait(), server
-            if code := server.stop():
-                raise ConfigError(
-                    f"peagle-serve ended with exit code {code}: {server.text()[-2000:]}"
-                )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        options.start(options.server_options, Path(folder, "serve.log")) as server,
+    ):
+        yield server.wait(), server
+        if code := server.stop():
+            raise ConfigError(f"peagle-serve ended with exit code {code}: {server.text()[-2000:]}")
 
 
 def _about(address: str) -> pb.GetModelInfoResponse:
@@ -356,15 +327,6 @@ def _preset_identity(options: Options) -> dict:
     }
 
 
-def _wait_for_programs(address: str) -> pb.GetStatsResponse:
-    """What the server says once it has compiled all batch sizes."""
-    with grpc.insecure_channel(address) as channel:
-        stub = GenerationStub(channel)
-        while (stats := stub.GetStats(pb.GetStatsRequest())).batch_sizes_pending:
-            time.sleep(_POLL)
-        return stats
-
-
 def _stored(options: Options) -> dict[Path, float]:
     """Programs on disk, of any engine, with the times of their last use."""
     if options.no_cache:
@@ -377,7 +339,7 @@ def _start_times(options: Options, server: Served, before: dict[Path, float]) ->
     """Row fields: seconds from the start of a server to its port, to SERVING, and until all
     programs are compiled; how many of these programs were on disk `before`; pages of the KV
     cache."""
-    stats = _wait_for_programs(server.address)
+    stats = wait_for_programs(server.address)
     now = _stored(options)
     return {
         "kv_pages": stats.kv_pages_total,
@@ -401,7 +363,7 @@ def _warm_up(address: str, load: Load, todo: Sequence[Call]) -> None:
 
     Waits first until the server has compiled all batch sizes.
     """
-    _wait_for_programs(address)
+    wait_for_programs(address)
     load([_shortened(call) for call in todo], concurrency=len(todo))
 
 

@@ -16,7 +16,13 @@ from typing import Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.command import RowOptions, option
+from bench.presets import preset
+from bench.random_server import RandomModel
 from peagle_jax.config import ConfigError
+from serving.protos import peagle_v1_pb2 as pb
+from serving.protos.peagle_v1_pb2_grpc import GenerationStub
+from serving.sources import resolve
 
 _LISTENS = re.compile(r"^(gRPC|HTTP) listens on (.+:\d+)$", re.MULTILINE)
 _MIB = 1 << 20
@@ -129,6 +135,62 @@ class Served:
             return
         how = "took too long" if code is None else f"ended with exit code {code}"
         raise ConfigError(f"peagle-serve {how} and did not {what}; it said: {self.text()[-_TAIL:]}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(RowOptions):
+    """Options of a command that starts a server.
+
+    Args:
+      preset: start a server of this full-size model with random weights
+      layers: the first N layers of the preset only
+      synthetic_acceptance_length: accept as many drafts of the preset's head as give X tokens per
+        round on average
+      seed: seed of the traffic, and of random weights
+      serve_options: options of peagle-serve
+    """
+
+    preset: str | None = None
+    layers: int | None = None
+    synthetic_acceptance_length: float | None = None
+    seed: int = option(0, type=int)
+    serve_options: tuple[str, ...] = option((), positional=True, nargs="*", metavar="-- OPTION")
+
+    def check(self) -> None:
+        super().check()
+        if self.preset is not None:
+            preset(self.preset, self.layers)
+            return
+        for name in ("layers", "synthetic_acceptance_length"):
+            if getattr(self, name):
+                raise ConfigError(f"--{name.replace('_', '-')} needs a --preset")
+
+    @property
+    def random_model(self) -> RandomModel:
+        """The model of a server with a preset."""
+        return RandomModel(
+            preset=self.preset,
+            layers=self.layers,
+            synthetic_acceptance_length=self.synthetic_acceptance_length,
+            seed=self.seed,
+        )
+
+    def start(self, options: Sequence[str], log: Path) -> Served:
+        """A server with options of `peagle-serve`; raises ConfigError for those that are wrong."""
+        resolve(options)
+        if self.preset is None:
+            return Served(options, log=log)
+        random = [*self.random_model.options, *options]
+        return Served(random, log=log, module="bench.random_server")
+
+
+def wait_for_programs(address: str) -> pb.GetStatsResponse:
+    """What the server says once it has compiled all batch sizes."""
+    with grpc.insecure_channel(address) as channel:
+        stub = GenerationStub(channel)
+        while (stats := stub.GetStats(pb.GetStatsRequest())).batch_sizes_pending:
+            time.sleep(0.1)
+        return stats
 
 
 def stat_fields(stat: Path) -> list[str]:

@@ -32,7 +32,8 @@ def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
     average.
 
     The engine's own rule runs too, so that its time is included. Only its token of the target is
-    used, after the accepted drafts. No more than a request's own number of drafts is accepted.
+    used, after the accepted drafts. No more than a request's own number of drafts is accepted. Rows
+    with controls or a mask have the engine's rule: they may forbid drafts.
 
     Args:
       length: mean tokens per round and sequence.
@@ -79,7 +80,12 @@ class _Rule:
         n = jnp.minimum(self.wanted(uniform), jnp.minimum(params.num_draft, J))
         padded = jnp.pad(drafts, ((0, 0), (0, 1)))
         tokens = jnp.where(jnp.arange(J + 1) == n[:, None], drawn, padded)
-        return Verdict(tokens, (n + 1).astype(jnp.int32), verdict.finite)
+        count = (n + 1).astype(jnp.int32)
+        if adjustments is not None:
+            is_adjusted = adjustments.wanted(params)
+            tokens = jnp.where(is_adjusted[:, None], verdict.tokens, tokens)
+            count = jnp.where(is_adjusted, verdict.count, count)
+        return Verdict(tokens, count, verdict.finite)
 
 
 @jax.tree_util.register_dataclass

@@ -15,14 +15,13 @@ import grpc
 import numpy as np
 
 from bench import rows
-from bench.command import Command, RowOptions, option, show
-from bench.served import Served, processes
+from bench.command import Command, show
+from bench.served import Served, ServerOptions, processes, wait_for_programs
 from lab.raw_connections import Address, connected, head, status
 from lab.watch import num_descriptors
 from peagle_jax import ConfigError
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos.peagle_v1_pb2_grpc import GenerationStub
-from serving.sources import resolve
 
 _MB = 1e6
 _LONG = 600  # tokens of a long prompt
@@ -35,22 +34,18 @@ _DRAIN = 60.0  # seconds in which the last requests end
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RowOptions):
+class Options(ServerOptions):
     """Options of this command.
 
     Args:
       minutes: minutes of traffic
       rate: requests a second
       interval: seconds between two samples
-      seed: of the traffic
-      serve_options: options of peagle-serve
     """
 
     minutes: float = 60.0
     rate: float = 2.0
     interval: float = 30.0
-    seed: int = option(0, type=int)
-    serve_options: tuple[str, ...] = option((), positional=True, nargs="*", metavar="-- OPTION")
     out: Path = Path("soak.jsonl")
 
 
@@ -275,12 +270,13 @@ def soak(options: Options) -> dict:
       ConfigError: the server does not start, or ends.
     """
     served = ["--http-port", "0", *options.serve_options]
-    resolve(served)
     with (
         tempfile.TemporaryDirectory() as folder,
-        Served(served, log=Path(folder) / "log") as server,
+        options.start(served, Path(folder, "log")) as server,
     ):
         server.wait()
+        if options.preset is not None:  # compiling a full-size model takes longer than the warm-up
+            wait_for_programs(server.address)
         return asyncio.run(_soak(server, options))
 
 
@@ -315,6 +311,9 @@ async def _soak(server: Served, options: Options) -> dict:
         kind: dict(found) for kind, found in answers.items() if not set(found) <= KINDS[kind].right
     }
     row = {
+        "preset": options.preset,
+        "layers": options.layers,
+        "synthetic_acceptance_length": options.synthetic_acceptance_length,
         "minutes": options.minutes,
         "rate": options.rate,
         "requests": num_sent,
@@ -419,12 +418,15 @@ def missed(row: dict, wrong: dict) -> list[str]:
 
 
 COMMAND = Command(
-    examples=("soak --minutes 10 --rate 4 -- --max-num-seqs 4",),
+    examples=(
+        "soak --minutes 10 --rate 4 -- --max-num-seqs 4",
+        "soak --preset qwen3-8b --synthetic-acceptance-length 3.1 --rate 20",
+    ),
     description="""
-Starts a peagle-serve (options after -- are its options) and sends it mixed traffic over gRPC and
-HTTP: short and long prompts, shared prefixes, structured output, slow readers, clients that leave,
-cancel, abort or come too late, and bad requests. Samples memory, descriptors and threads of each of
-its processes. Exit code 1 if a target is missed:
+Starts a peagle-serve (options after -- are its options), with --preset one of random weights, and
+sends it mixed traffic over gRPC and HTTP: short and long prompts, shared prefixes, structured
+output, slow readers, clients that leave, cancel, abort or come too late, and bad requests. Samples
+memory, descriptors and threads of each of its processes. Exit code 1 if a target is missed:
 
 - every request gets one answer, and a right one;
 - after the warm-up, a sixth of the time, no process grows by more than 50 MB;

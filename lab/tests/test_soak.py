@@ -1,8 +1,14 @@
 """The soak: what a row says of growth, and a short one against a server."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from lab import soak
+
+ROOT = Path(__file__).parents[2]
+SMALL_PRESETS = ROOT / "tests" / "bench" / "small_presets"
 
 FINE = {
     "unanswered": 0,
@@ -49,10 +55,18 @@ def test_growth_is_that_after_the_warm_up():
     assert found["growth_mb"] == pytest.approx(10 * 5 / 6, rel=0.02)
 
 
+PRESETS = {
+    "embedded": {},
+    "random": dict(preset="qwen3-0.6b", layers=1, synthetic_acceptance_length=2.5),
+}
+
+
 @pytest.mark.slow
-def test_every_request_of_a_short_soak_gets_one_right_answer(tmp_path):
-    out = tmp_path / "soak.jsonl"
-    row = soak.soak(soak.Options(minutes=0.3, rate=6.0, interval=2.0, out=out))
+@pytest.mark.parametrize("model", PRESETS)
+def test_every_request_of_a_short_soak_gets_one_right_answer(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{SMALL_PRESETS}{os.pathsep}{ROOT}")
+    options = dict(minutes=0.3, rate=6.0, interval=2.0, out=tmp_path / "soak.jsonl")
+    row = soak.soak(soak.Options(**options, **PRESETS[model]))
     assert not {"status", "left"} & set(row["missed"]), row["answers"]
     assert row["requests"] > 50
     assert all(row["answers"].values())

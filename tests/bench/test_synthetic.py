@@ -10,6 +10,7 @@ from bench.synthetic import Scattered, synthetic_acceptance
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.device.compilation import pickled, unpickle
 from peagle_jax.engine.device.program_descriptions import describe, describe_tree
+from peagle_jax.method.adjust import Adjustments, init_controls
 from peagle_jax.method.drafter import make_drafter
 from tests import tiny
 from tests.request_params import request_params
@@ -55,3 +56,17 @@ def test_processes_that_compile_get_drafter_and_rule_by_pickle(kind):
         assert describe(sent) == describe(made)
         for text in range(2):
             assert accepted_of(sent, text, 3, 50) == accepted_of(made, text, 3, 50)
+
+
+def test_a_draft_that_a_mask_forbids_is_not_accepted():
+    """Row 0 may only have token 2, row 1 has no mask; both drafted token 1."""
+    params = request_params(2, num_draft=3)
+    mask = jnp.zeros((2, 4, 1), jnp.int32).at[0].set(1 << 2)
+    of_rows = jnp.arange(2), jnp.array([1, 0], jnp.int32)
+    given = Adjustments(init_controls(2, 4), *of_rows, mask)
+    drafts = jnp.ones((2, 3), jnp.int32)
+    positions = jnp.arange(4)[None].repeat(2, 0)
+    rule = synthetic_acceptance(3.0, 3)
+    verdict = rule(jnp.zeros((2, 4, 4)), drafts, None, positions, params, given)
+    assert verdict.count.tolist() == [1, 3]
+    assert (verdict.tokens[0, 0], verdict.tokens[1, 0]) == (2, 1)
