@@ -109,7 +109,7 @@ def _answer_options(args, concurrency: int):
 def _head(args) -> None:
     from peagle_jax.checkpoint import load_head, save_speculators_head, target_config
     from peagle_jax.cli.loading import load_weights
-    from peagle_jax.training import answers
+    from peagle_jax.training import answers, states
     from peagle_jax.training.stored_text import load_text
 
     config, folder = target_config(args.target), args.out / "text"
@@ -123,6 +123,9 @@ def _head(args) -> None:
     if args.answers_only:
         return
     target = load_weights(args.target, None, method="none", dtype=dtype)[0]
+    if args.states_gb is not None:
+        states.write_states(target, config.default_taps, folder, most_gb=args.states_gb)
+        target = states.without_layers(target, plan.head.num_layers)
     made = _train_head(args, plan, target, texts, dtype)
     if args.selector and args.method == "peagle":
         made = _train_selector(args, plan, target, made, dtype)

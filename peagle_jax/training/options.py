@@ -110,6 +110,13 @@ def _add_head(commands) -> None:
         "--minutes", type=float, help="of training, instead of --epochs; answers take their time"
     )
     parser.add_argument(
+        "--states-gb",
+        type=float,
+        metavar="GB",
+        help="first write the target's states of all texts to disk, at most so much: for a target "
+        "that has no room beside its head",
+    )
+    parser.add_argument(
         "--answers-only", action="store_true", help="stop before the training, after the plan"
     )
     parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")

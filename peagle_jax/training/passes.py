@@ -101,8 +101,11 @@ def run_target(target: Decoder, text: Text, taps: tuple[int, ...]) -> Run:
     """The target's pass as the engine prefills: attention over pages, kernels of the device.
 
     Compiled by itself: kernels that write to pages have no derivative, and within a loss each of
-    their writes would be differentiated, though nothing of the target is trained.
+    their writes would be differentiated, though nothing of the target is trained. Texts that have
+    their states need no pass.
     """
+    if text.taps is not None:
+        return Run(text.tokens.astype(jnp.int32), text.taps, text.normed)
 
     @jax.jit
     def run(target: Decoder, tokens: jax.Array) -> Run:

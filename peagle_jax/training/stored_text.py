@@ -1,10 +1,12 @@
 """Texts that a target wrote, and their batches."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from peagle_jax.config import ConfigError, TargetConfig
@@ -14,12 +16,15 @@ class Text(NamedTuple):
     """Texts: tokens 0..prompt-1 are the prompt, prompt..length-1 are the target's answer.
 
     A row of several texts, one behind the other, has `answer`: which of its tokens are trained.
+    Texts whose target has no room beside its head have what the target made of them.
     """
 
     tokens: jax.Array  # [B, S]
     prompt: jax.Array  # [B] int32
     length: jax.Array  # [B] int32
     answer: jax.Array | None = None  # [B, S] bool
+    taps: jax.Array | None = None  # [B, S, A*D]
+    normed: jax.Array | None = None  # [B, S, D], input of the unembedding
 
 
 def rows_of(text: Text, index) -> Text:
@@ -50,13 +55,40 @@ def _read(path: Path, config: TargetConfig) -> Text:
         raise ConfigError(f"has no array {missing[0]!r}")
     text = Text(*(arrays.get(key) for key in Text._fields))
     _check(text, config)
-    return text
+    return _with_states(text, path.parent, path.stem)
+
+
+def states_note(folder: Path, name: str) -> Path:
+    """The file that describes the states of a target, as `states.write_states` makes them."""
+    return folder / f"{name}.states.json"
+
+
+def open_states(
+    folder: Path, name: str, shape: tuple[int, int], described: dict, *, is_written: bool = False
+) -> list[np.memmap]:
+    """Taps and normed states of texts [n, S], mapped; those to be written are made if missing."""
+    hidden, dtype = described["hidden"], jnp.dtype(described["dtype"])
+    found = []
+    for part, width in (("taps", len(described["taps"]) * hidden), ("normed", hidden)):
+        path = folder / f"{name}.{part}"
+        mode = "r" if not is_written else "r+" if path.is_file() else "w+"
+        found.append(np.memmap(path, dtype, mode, shape=(*shape, width)))
+    return found
+
+
+def _with_states(text: Text, folder: Path, name: str) -> Text:
+    note = states_note(folder, name)
+    described = json.loads(note.read_text()) if note.is_file() else {"done": 0}
+    if described["done"] < len(text.tokens):
+        return text
+    taps, normed = open_states(folder, name, text.tokens.shape, described)
+    return text._replace(taps=taps, normed=normed)
 
 
 def _check(text: Text, config: TargetConfig) -> None:
     """Raises `ConfigError` for texts that are no `Text`, or not of this target."""
     whole = lambda x, ndim: np.issubdtype(x.dtype, np.integer) and x.ndim == ndim
-    tokens, prompt, length, answer = text
+    tokens, prompt, length, answer = text[:4]
     count, width = tokens.shape if tokens.ndim == 2 else (0, 0)
     packed = answer is not None
     ends = (

@@ -1,33 +1,43 @@
-"""Several devices share the texts of a step."""
+"""Steps on several devices, and from states that the target left on disk."""
 
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from peagle_jax.cli.model_folders import embedded
-from peagle_jax.training import drafter
+from peagle_jax.config import ConfigError
+from peagle_jax.training import drafter, states
 from peagle_jax.training.__main__ import main
 from peagle_jax.training.trainer import fit
 from tests import tiny
 from tests.training import small
 
+CLOSE = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 
-def test_two_devices_take_the_pieces_that_one_takes_in_turn(tmp_path):
+
+def trained(texts: Path, target, **pieces) -> dict:
+    """Weights of a head after three steps of two pieces."""
+    options = small.head_options(texts=texts, batch=4, anchors=20)
+    run = small.run_config(texts / "run", steps=3, eval_every=3, save_every=3, **pieces)
+    return fit(drafter.make_task(tiny.HEAD, target, options, run)[0], run)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict:
+    """From one device, whose target runs in each step."""
+    texts = tmp_path_factory.mktemp("alone")
+    small.save_texts(texts, tiny.TARGET.vocab_size)
+    return trained(texts, tiny.target(), microbatches=2)
+
+
+def test_two_devices_take_the_pieces_that_one_takes_in_turn(alone, tmp_path):
     small.save_texts(tmp_path, tiny.TARGET.vocab_size)
-    target = tiny.target()
-    options = small.head_options(texts=tmp_path, batch=4, anchors=20)
-
-    def trained(name: str, **pieces) -> dict:
-        run = small.run_config(tmp_path / name, steps=3, eval_every=3, save_every=3, **pieces)
-        return fit(drafter.make_task(tiny.HEAD, target, options, run)[0], run)
-
-    alone = trained("alone", microbatches=2)
-    shared = trained("shared", num_devices=2)
+    shared = trained(tmp_path, tiny.target(), num_devices=2)
     assert all(len(leaf.devices()) == 1 for leaf in shared.values())
-    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(close, alone, shared)
+    jax.tree.map(CLOSE, alone, shared)
 
 
 def test_absent_devices_are_refused_before_anything_is_read(tmp_path, capsys):
@@ -37,3 +47,20 @@ def test_absent_devices_are_refused_before_anything_is_read(tmp_path, capsys):
         main(["head", "--target", str(embedded("target")), *options, "--num-devices", "64"])
     assert "--num-devices 64: this machine shows 8 of kind cpu" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_head_learns_the_same_from_states_on_disk(alone, tmp_path, monkeypatch):
+    small.save_texts(tmp_path, tiny.TARGET.vocab_size)
+    target = tiny.target()
+    write = partial(states.write_states, target, tiny.HEAD.taps, tmp_path)
+    with pytest.raises(ConfigError, match="the states of 640 tokens take"):
+        write(most_gb=1e-6)
+    with monkeypatch.context() as killed:
+        killed.setattr(states, "_ROW_TOKENS", 80)
+        killed.setattr(states, "write_whole", lambda path, text: (path.write_text(text), 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            write(most_gb=1)
+    write(most_gb=1)
+    monkeypatch.setattr(type(target), "__call__", None)  # the target does not run again
+    found = trained(tmp_path, states.without_layers(target, 1), microbatches=2)
+    jax.tree.map(CLOSE, alone, found)
