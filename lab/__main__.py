@@ -20,6 +20,7 @@ Instruments of the development. Beside the commands below:
         "humaneval": "share of HumanEval's problems that a model solves: pass@1 and pass@10",
         "ladder": "the steps from a plain product to a grouped FP8 one, beside predictions",
         "matrix": "what runs where and how it was checked, with the test that shows it",
+        "rollouts": "what new weights cost a training loop, its rollouts, and their scores",
         "soak": "mixed traffic for an hour: what grows in the server's processes",
         "train-step": "a step of a head's training for a full-size target: time and memory",
     },

@@ -135,15 +135,15 @@ def dequantize(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> 
         case "plain":
             return values.astype(dtype)
         case "fp8":
-            return (values.astype(jnp.float32) * _spread(scale, *values.shape[-2:])).astype(dtype)
+            return (values.astype(jnp.float32) * spread(scale, *values.shape[-2:])).astype(dtype)
         case "fp8_tiles":
             return dequantize(fp8_tiles.restore(values), scale, dtype)
         case "mxfp4":
             return _mxfp4(values, scale).astype(dtype)
 
 
-def _spread(scale: jax.Array, N: int, K: int) -> jax.Array:
-    """[..., Sn, Sk] -> [..., N, K], or [..., N, 1] for one scale per row."""
+def spread(scale: jax.Array, N: int, K: int) -> jax.Array:
+    """The scale of each element: [..., Sn, Sk] -> [..., N, K], or [..., N, 1] for one per row."""
     if scale.shape[-2] != N:
         scale = jnp.repeat(scale, BLOCK, axis=-2)[..., :N, :]
     if scale.shape[-1] != 1:

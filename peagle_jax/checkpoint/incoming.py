@@ -22,7 +22,7 @@ from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.devices import Devices
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import build
-from peagle_jax.models.quant import quantize_fp8
+from peagle_jax.models.quant import fp8_scale, fp8_values, quantize_fp8
 
 Weights = nnx.Module | Mapping | str | Path | Iterable[tuple[str, Any]]
 """A model: a module, a pytree of its parameters (`nnx.state` of it, or dicts of arrays with the
@@ -62,7 +62,8 @@ def loaded(weights: Weights, like: nnx.Module, target: TargetConfig) -> nnx.Modu
 def checked(weights: Weights, like: nnx.Module, devices: Devices) -> dict[str, Any]:
     """The arrays by name, where the caller has them; those of the host as numpy's.
 
-    What comes unquantised for an FP8 weight is quantised as in loading, on the host.
+    What comes unquantised for an FP8 weight is quantised as in loading: arrays of the host there,
+    others where they lie. Of those the scale is there, and `placements` makes the values.
 
     Args:
       weights: a module or a pytree.
@@ -84,7 +85,10 @@ def checked(weights: Weights, like: nnx.Module, devices: Devices) -> dict[str, A
     for name, value in tuple(found.items()):
         scale = _scale_of(name)
         if scale in own and scale not in found:
-            found[name], found[scale] = quantize_fp8(np.asarray(value))
+            if isinstance(value, jax.Array):
+                found[scale] = fp8_scale(value)
+            else:
+                found[name], found[scale] = quantize_fp8(np.asarray(value))
     return found
 
 
@@ -96,11 +100,15 @@ def placements(found: dict[str, Any], like: nnx.Module, devices: Devices) -> dic
         name = ".".join(map(str, path))
         weight = found.get(f"{name.removesuffix('scale')}weight", found[name])
         sizes = (like.config, path, found[name].shape, weight.shape)
-        made[name] = partial(_placed, devices=devices, sizes=sizes)
+        is_unquantised = _scale_of(name) in found and weight.dtype in FLOATS
+        scale = found[_scale_of(name)] if is_unquantised else None
+        made[name] = partial(_placed, scale=scale, devices=devices, sizes=sizes)
     return made
 
 
-def _placed(value, devices: Devices, sizes: tuple):
+def _placed(value, scale, devices: Devices, sizes: tuple):
+    if scale is not None:
+        value = fp8_values(value, scale)
     if devices.mesh is None:
         return _moved(value, devices)
     if _is_on({"": value}, devices):

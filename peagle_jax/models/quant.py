@@ -1,11 +1,14 @@
-"""Quantises weights to block-scaled FP8 on the host, in the format of `pallas_kernels.formats`."""
+"""Quantises weights to block-scaled FP8 in the format of `pallas_kernels.formats`: on the host in
+loading, and with the same bits where arrays of jax lie."""
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.formats import BLOCK
+from pallas_kernels.formats import BLOCK, spread
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8_MAX = 448.0
@@ -70,3 +73,35 @@ def _to_fp8(x: np.ndarray) -> np.ndarray:
     upper = (bits >> 16).astype(np.uint16)
     upper |= (bits & 0xFFFF) != 0
     return _fp8_table()[upper].view(FP8)
+
+
+def fp8_scale(weight: jax.Array) -> jax.Array:
+    """The scale of `quantize_fp8`, where the weight lies; for `fp8_values`."""
+    return _divided(_largest(weight), FP8_MAX)
+
+
+@jax.jit
+def _largest(weight: jax.Array) -> jax.Array:
+    """[..., N, K] -> the largest magnitudes of its blocks, float32."""
+    *leading, N, K = weight.shape
+    ends = (*[(0, 0)] * len(leading), (0, -N % BLOCK), (0, -K % BLOCK))
+    blocks = jnp.pad(weight, ends).reshape(*leading, -(-N // BLOCK), BLOCK, -(-K // BLOCK), BLOCK)
+    return jnp.abs(blocks).max(axis=(-3, -1)).astype(jnp.float32)
+
+
+# A constant divisor would become a factor, which rounds differently.
+@jax.jit
+def _divided(largest: jax.Array, by: jax.Array) -> jax.Array:
+    return jnp.where(largest == 0, 1.0, jnp.maximum(largest / by, _SMALLEST))
+
+
+@jax.jit
+def fp8_values(weight: jax.Array, scale: jax.Array) -> jax.Array:
+    """The values of `quantize_fp8`, where the weight lies.
+
+    Args:
+      scale: of `fp8_scale`. The two are programs of their own: in one, XLA may divide by other
+        means.
+    """
+    scaled = weight.astype(jnp.float32) / spread(scale, *weight.shape[-2:])
+    return jnp.clip(scaled, -FP8_MAX, FP8_MAX).astype(FP8)

@@ -120,6 +120,7 @@ def _taken(value, before: jax.Array, *, place: Callable, is_given: bool) -> jax.
     placed = place(value)
     own = ordered_as(placed, before)
     is_new = isinstance(value, np.ndarray) and dispatch.platform() != "cpu"
+    is_new |= placed.dtype != value.dtype  # it is quantised
     if own is placed and not is_new:
         own = _donated(placed) if is_given else jnp.copy(placed)
     if is_given:
