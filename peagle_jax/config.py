@@ -222,6 +222,8 @@ class DrafterConfig:
     trained_num_draft: int | None = None
     """Number of draft positions the head was trained for (K_train); None if the checkpoint omits
     it."""
+    trained_length: int | None = None
+    """Tokens of the longest row it was trained on; None if the checkpoint omits it."""
     selector_rank: int = 0
     """Inner width of the selector, see `selector`; 0: the head has none."""
 

@@ -62,6 +62,7 @@ _OWN_KEYS = {
     "num_depths",
     "embed_requires_grad",
     "tie_word_embeddings",
+    "trained_length",
     "selector_rank",
 }
 """Keys of a head that say nothing about its layers."""
@@ -246,6 +247,7 @@ def drafter_config(
             trained_num_draft=_trained_num_draft(head),
             selector_rank=head.count("selector_rank", 0, least=0),
         )
+            trained_length=head.count("trained_length") if head.get("trained_length") else None,
     except CheckpointError:
         raise
     except ConfigError as error:
@@ -335,6 +337,8 @@ def head_json(config: DrafterConfig, max_position: int, dtype: str) -> dict:
     if config.selector_rank:
         raw["selector_rank"] = config.selector_rank
     return raw
+    if config.trained_length is not None:
+        raw["trained_length"] = config.trained_length
 
 
 def speculators_json(config: DrafterConfig, target: TargetConfig, dtype: str) -> dict:

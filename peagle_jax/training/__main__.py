@@ -77,6 +77,7 @@ def _plan_of(args, config: TargetConfig, held: int, *, rows: int, heldout: int):
         mask_token_id=0,
         share=args.share,
         draft_vocab=args.draft_vocab,
+        length=args.length,
     )
     return recipe.Plan(target=config, head=head, shape=shape, target_bytes=held)
 

@@ -61,11 +61,13 @@ def head_config(
     mask_token_id: int | None = None,
     share: Collection[str] = (),
     draft_vocab: int | None = None,
+    length: int | None = None,
 ) -> DrafterConfig:
     """A new head in the target's shape, by default with the layers of the released ones.
 
     Args:
       draft_vocab: number of tokens that are drafted; None: all.
+      length: tokens of a training row.
       share: "embedding" and "unembedding": tables of the target in place of the head's own.
     """
     peagle = method == "peagle"
@@ -93,6 +95,7 @@ def head_config(
         own_embedding=peagle and "embedding" not in share,
         own_lm_head="unembedding" not in share,
         trained_num_draft=8 if peagle else 7,
+        trained_length=length,
         qk_norm=False,
     )
 

@@ -167,3 +167,4 @@ def test_a_killed_run_goes_on_along_the_same_curve(folder, tmp_path):
                 np.testing.assert_allclose(a[key], b[key], rtol=1e-6, err_msg=f"{a['step']} {key}")
     weights = [(x / "final" / "model.safetensors").read_bytes() for x in (out, whole)]
     assert weights[0] == weights[1]
+    assert json.loads((out / "final" / "config.json").read_text())["trained_length"] == 48
