@@ -156,8 +156,9 @@ def _train_selector(args, plan, target, folder: Path, dtype: str) -> Path:
     length = length.share(recipe.SELECTOR_SHARE)
     run = recipe.selector_run(plan, args.out / "selector", length, args.seed)
     options = recipe.head_options(plan, args.out / "text", dtype)
-    rank = min(256, target.config.hidden_size)
-    task, merge = selector.make_task(head, target, options, run, rank)
+    kind = args.selector_kind
+    rank = recipe.selector_rank(target.config.hidden_size, kind)
+    task, merge = selector.make_task(head, target, options, run, rank, kind)
     configs = dict(head=asdict(head.config), run=asdict(run), options=asdict(options))
     return _trained(task, merge, run, configs, target)
 

@@ -118,6 +118,14 @@ def head_run(plan: "Plan", out: Path, length: Length, seed: int) -> RunConfig:
     return _run(plan, out, length, seed, optimizer="muon", rate=rate, weight_decay=0.1)
 
 
+def selector_rank(hidden_size: int, kind: str) -> int:
+    """Inner width of a selector for a head of this width."""
+    if kind == "pairs":
+        return min(256, hidden_size)
+    half = min(256, hidden_size // 2)
+    return half if half < 32 else half // 32 * 32
+
+
 def selector_run(plan: "Plan", out: Path, length: Length, seed: int) -> RunConfig:
     return _run(plan, out, length, seed, optimizer="adamw", rate=1.5e-3, weight_decay=0.01)
 
