@@ -222,8 +222,12 @@ class DrafterConfig:
     trained_num_draft: int | None = None
     """Number of draft positions the head was trained for (K_train); None if the checkpoint omits
     it."""
+    trained_length: int | None = None
+    """Tokens of the longest row it was trained on; None if the checkpoint omits it."""
     selector_rank: int = 0
     """Inner width of the selector, see `selector`; 0: the head has none."""
+    selector_kind: Literal["pairs", "lattice"] = "pairs"
+    """`method.selector`, or `method.lattice`, whose rank below 32 or a multiple of it."""
 
     def __post_init__(self):
         _check_windows(self.sliding_windows, self.num_layers)
@@ -233,6 +237,10 @@ class DrafterConfig:
         if self.selector_rank and self.method != "peagle":
             raise ConfigError(
                 "a selector belongs to a P-EAGLE head: EAGLE-3 sees its earlier drafts"
+            )
+        if self.selector_kind == "lattice" and self.selector_rank > 32 and self.selector_rank % 32:
+            raise ConfigError(
+                f"the rank of a lattice selector is a multiple of 32, not {self.selector_rank}"
             )
         if self.method == "peagle" and self.mask_token_id is None:
             raise ConfigError(

@@ -155,8 +155,12 @@ def target(seed: int = 0, dtype: str = "float32", **changes) -> Decoder:
 
 
 def head(method: str = "peagle", seed: int = 1, dtype: str = "float32", **changes) -> DraftHead:
-    """A random head of a method; "selector" is P-EAGLE with a selector."""
-    own = {"eagle3": dict(method="eagle3", num_layers=1), "selector": dict(selector_rank=8)}
+    """A random head of a method; "selector" and "lattice" are P-EAGLE with a selector of a kind."""
+    own = {
+        "eagle3": dict(method="eagle3", num_layers=1),
+        "selector": dict(selector_rank=8),
+        "lattice": dict(selector_rank=8, selector_kind="lattice"),
+    }
     config = replace(HEAD, **(own.get(method, {}) | changes))
     leaves, structure = _parts(config, seed, dtype, False)
     return jax.tree.unflatten(structure, leaves)

@@ -62,7 +62,9 @@ _OWN_KEYS = {
     "num_depths",
     "embed_requires_grad",
     "tie_word_embeddings",
+    "trained_length",
     "selector_rank",
+    "selector_kind",
 }
 """Keys of a head that say nothing about its layers."""
 
@@ -170,6 +172,7 @@ def _check_type(head: Fields, tensors: set[str]) -> None:
       CheckpointError: another method than EAGLE-3 and P-EAGLE, or not the one that the tensors
         show.
     """
+    head.only("selector_kind", "pairs", "lattice")
     head.only("speculators_model_type", *_TYPES)
     speculators = head.inner("speculators_config", {})
     speculators.only("algorithm", *_TYPES)
@@ -244,7 +247,9 @@ def drafter_config(
             sliding_windows=_windows(layers, keys, qk_norm),
             logit_scale=head.number("logit_scale", 1.0, positive=True),
             trained_num_draft=_trained_num_draft(head),
+            trained_length=head.count("trained_length") if head.get("trained_length") else None,
             selector_rank=head.count("selector_rank", 0, least=0),
+            selector_kind=head.get("selector_kind") or "pairs",
         )
     except CheckpointError:
         raise
@@ -332,8 +337,12 @@ def head_json(config: DrafterConfig, max_position: int, dtype: str) -> dict:
         raw["ptd_token_id"] = config.mask_token_id
     if config.trained_num_draft is not None:
         raw["num_speculative_tokens"] = config.trained_num_draft
+    if config.trained_length is not None:
+        raw["trained_length"] = config.trained_length
     if config.selector_rank:
         raw["selector_rank"] = config.selector_rank
+    if config.selector_rank and config.selector_kind != "pairs":
+        raw["selector_kind"] = config.selector_kind
     return raw
 
 

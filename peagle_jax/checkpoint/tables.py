@@ -10,11 +10,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
+from flax import nnx
 
 from peagle_jax.checkpoint.layout import Layout, Path, Table
 from peagle_jax.checkpoint.safetensors import Headers, TensorInfo
 from peagle_jax.checkpoint.transforms import Deinterleave, Merge, Transpose
 from peagle_jax.config import AttentionConfig, DrafterConfig, TargetConfig
+from peagle_jax.method.draft_head import selector_class
 
 _OTHER_TOWERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 
@@ -223,12 +225,13 @@ def _head(table: Table, config: DrafterConfig, first: str) -> None:
     if config.draft_vocab_size != config.vocab_size:
         table.integers(("d2t",), "d2t", config.draft_vocab_size)
     if config.selector_rank:
-        _selector(table, config.selector_rank, D)
+        _selector(table, config)
 
 
-def _selector(table: Table, rank: int, D: int) -> None:
-    for name, shape in (("previous", (rank, D)), ("hidden", (rank, D)), ("out", (D, rank))):
-        table.plain(("selector", name, "weight"), [f"selector.{name}.weight"], shape)
+def _selector(table: Table, config: DrafterConfig) -> None:
+    make = lambda: selector_class(config)(config, dtype=np.float32, rngs=nnx.Rngs(0))
+    for path, leaf in nnx.to_flat_state(nnx.state(nnx.eval_shape(make))):
+        table.plain(("selector", *path), [".".join(["selector", *map(str, path)])], leaf.shape)
 
 
 def head_layout(config: DrafterConfig, tensors: Mapping[str, TensorInfo]) -> Layout:

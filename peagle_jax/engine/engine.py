@@ -65,8 +65,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def _warn_above(trained: int | None, num_draft: int) -> None:
-    """Warns of more drafts than a head was trained for."""
+def _warn_above(head: DrafterConfig, num_draft: int, max_model_len: int) -> None:
+    """Warns of more drafts, and of longer texts, than a head was trained for."""
+    trained, length = head.trained_num_draft, head.trained_length
+    if length is not None and max_model_len > length:
+        _log.warning(
+            "max_model_len=%d is above the %d tokens of the texts this head was trained on; "
+            "behind them few drafts will be accepted",
+            max_model_len,
+            length,
+        )
     if trained is not None and num_draft > trained:
         _log.warning(
             "num_speculative_tokens=%d is above the %d this head was trained for; the "
@@ -154,7 +162,7 @@ class Engine:
         taps = () if self.drafter_config is None else self.drafter_config.taps
         if head is not None:
             taps = taps or self.target_config.default_taps
-            _warn_above(head.config.trained_num_draft, config.num_draft)
+            _warn_above(head.config, config.num_draft, self.config.max_model_len)
         if accept is None:
             accept = verify_blocks if config.verify_method == "block" else verify
         self.programs = Programs(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from peagle_jax.config import DrafterConfig
+from peagle_jax.method.lattice import Lattice
 from peagle_jax.method.selector import Selector, Tables
 from peagle_jax.models.layers import (
     INIT_STD,
@@ -23,6 +24,11 @@ from peagle_jax.models.layers import (
 )
 from peagle_jax.models.rope_angles import rope_angles
 from peagle_jax.parallel import vocabulary
+
+
+def selector_class(config: DrafterConfig) -> type[Selector] | type[Lattice]:
+    """That of a head's selector."""
+    return Lattice if config.selector_kind == "lattice" else Selector
 
 
 class Buffer(nnx.Variable):
@@ -93,7 +99,9 @@ class DraftHead(nnx.Module):
             if config.draft_vocab_size != config.vocab_size
             else None
         )
-        self.selector = Selector(config, dtype=dtype, rngs=rngs) if config.selector_rank else None
+        self.selector = (
+            selector_class(config)(config, dtype=dtype, rngs=rngs) if config.selector_rank else None
+        )
 
     def fuse(self, taps: jax.Array) -> jax.Array:
         """Tapped states [..., A*Dt] -> [..., D]. Mask rows use `fuse(mask_hidden)`."""
@@ -150,23 +158,30 @@ class DraftHead(nnx.Module):
         out = vocabulary.real(out, self.config.draft_vocab_size)
         return out * self.config.logit_scale if self.config.logit_scale != 1.0 else out
 
-    def edges(self, target, hidden: jax.Array, candidates: jax.Array) -> jax.Array:
+    def edges(
+        self, target, hidden: jax.Array, candidates: jax.Array, log_probs: jax.Array | None
+    ) -> jax.Array:
         """The selector's scores of a position's candidates after each candidate of the one before.
 
         Args:
           hidden: [B, J, D], output of the layers.
-          candidates: [B, J, C] draft ids.
+          candidates: [B, J, C] draft ids; log_probs: [B, J, C] float32, which a lattice reads.
         Returns:
-          [B, J, C, C] float32; zeros at the first position, which has no candidates before it.
+          [B, J, C, C] float32; equal rows at the first position, which has no candidates before it.
         """
+        if isinstance(self.selector, Lattice):
+            embedded = self._embedded(target, candidates)
+            return self.selector(embedded, self.norm(hidden), log_probs)
         embedded = self._embedded(target, candidates[:, :-1])
         normed = self.norm(hidden[:, 1:])
         score = lambda columns: self.selector(embedded, normed, columns)
         edges = vocabulary.by_columns(score, self.unembedding(target), candidates[:, 1:])
         return jnp.pad(edges, ((0, 0), (1, 0), (0, 0), (0, 0)))
 
-    def tables(self, target) -> Tables:
-        """The selector's tables, for one device."""
+    def tables(self, target) -> Tables | None:
+        """The selector's tables, for one device; None: it has none."""
+        if isinstance(self.selector, Lattice):
+            return None
         unembedding = self.unembedding(target)[: self.config.draft_vocab_size]
         return self.selector.tables(lambda ids: self._embedded(target, ids), unembedding)
 

@@ -78,6 +78,7 @@ def _plan_of(args, config: TargetConfig, held: int, *, rows: int, heldout: int):
         mask_token_id=0,
         share=args.share,
         draft_vocab=args.draft_vocab,
+        length=args.length,
     )
     return recipe.Plan(target=config, head=head, shape=shape, target_bytes=held)
 
@@ -168,8 +169,9 @@ def _train_selector(args, plan, target, folder: Path, dtype: str) -> Path:
     length = length.share(recipe.SELECTOR_SHARE)
     run = recipe.selector_run(plan, args.out / "selector", length, args.seed)
     options = recipe.head_options(plan, args.out / "text", dtype)
-    rank = min(256, target.config.hidden_size)
-    task, merge = selector.make_task(head, target, options, run, rank)
+    kind = args.selector_kind
+    rank = recipe.selector_rank(target.config.hidden_size, kind)
+    task, merge = selector.make_task(head, target, options, run, rank, kind)
     configs = dict(head=asdict(head.config), run=asdict(run), options=asdict(options))
     return _trained(task, merge, run, configs, target)
 

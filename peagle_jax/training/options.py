@@ -141,6 +141,12 @@ def _add_head(commands) -> None:
         default=True,
         help="peagle: train a selector too, in a fifth of the time (default)",
     )
+    parser.add_argument(
+        "--selector-kind",
+        choices=("pairs", "lattice"),
+        default="pairs",
+        help="scores each pair of drafts by itself, or in view of all candidates before (LiLiCorr)",
+    )
     parser.add_argument("--mask-token-id", type=int, help="default: a reserved token of the target")
     parser.add_argument(
         "--speculators",

@@ -77,11 +77,13 @@ def head_config(
     mask_token_id: int | None = None,
     share: Collection[str] = (),
     draft_vocab: int | None = None,
+    length: int | None = None,
 ) -> DrafterConfig:
     """A new head in the target's shape, by default with the layers of the released ones.
 
     Args:
       draft_vocab: number of tokens that are drafted; None: all.
+      length: tokens of a training row.
       share: "embedding" and "unembedding": tables of the target in place of the head's own.
     """
     peagle = method == "peagle"
@@ -109,6 +111,7 @@ def head_config(
         own_embedding=peagle and "embedding" not in share,
         own_lm_head="unembedding" not in share,
         trained_num_draft=8 if peagle else 7,
+        trained_length=length,
         qk_norm=False,
     )
 
@@ -129,6 +132,14 @@ def head_run(plan: "Plan", out: Path, length: Length, seed: int) -> RunConfig:
     """Muon for the head's inner matrices."""
     rate = learning_rate(plan.target.hidden_size)
     return _run(plan, out, length, seed, optimizer="muon", rate=rate, weight_decay=0.1)
+
+
+def selector_rank(hidden_size: int, kind: str) -> int:
+    """Inner width of a selector for a head of this width."""
+    if kind == "pairs":
+        return min(256, hidden_size)
+    half = min(256, hidden_size // 2)
+    return half if half < 32 else half // 32 * 32
 
 
 def selector_run(plan: "Plan", out: Path, length: Length, seed: int) -> RunConfig:

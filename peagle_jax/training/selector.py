@@ -1,12 +1,13 @@
 """Training of a P-EAGLE head's selector. Target and head stay as they are.
 
-The loss is the cross entropy of the text's token among the candidates of a deep draft, given the
-text's token before it. A token that is not among the candidates has no loss: the selector cannot
-choose it.
+The loss is the cross entropy of the text's token among the candidates of a draft, given the text's
+token before it. A token that is not among the candidates has no loss: the selector cannot choose
+it. Pairs are trained on the deep drafts of all anchors. A lattice needs whole chains, of fewer
+anchors, and a draft has a loss while all before it are among their candidates.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,30 +16,39 @@ from flax import nnx
 
 from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError
-from peagle_jax.method.draft_head import DraftHead
+from peagle_jax.method.draft_head import DraftHead, selector_class
 from peagle_jax.method.drafter import candidate_scores
+from peagle_jax.method.lattice import Lattice
 from peagle_jax.method.selector import CANDIDATES, Selector, walk
+from peagle_jax.method.selector import rows_of as rows_after
 from peagle_jax.models import Decoder
 from peagle_jax.training.acceptance import lengths
 from peagle_jax.training.drafter import all_rows
 from peagle_jax.training.objective import by_chunk
 from peagle_jax.training.passes import (
     HeadOptions,
+    Run,
     Text,
+    pick_anchors,
     run_target,
     slot_is_trained,
     text_rows,
     unembedding,
 )
 from peagle_jax.training.stored_text import batches, held_out, load_text, rows_of
-from peagle_jax.training.texts import blocks_of
+from peagle_jax.training.texts import Blocks, blocks_of
 from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
 
+_ANCHOR_OF = 8
+"""Slots of a text of which one is an anchor, for a lattice: a chain costs as much as the target's
+pass over eight tokens."""
 
-def with_selector(head: DraftHead, selector: Selector, rank: int) -> DraftHead:
+
+def with_selector(head: DraftHead, selector: Selector | Lattice, rank: int) -> DraftHead:
     """The head with a selector of this rank; the other weights are shared."""
     result = nnx.clone(head)
-    result.config = replace(head.config, selector_rank=rank)
+    kind = "lattice" if isinstance(selector, Lattice) else "pairs"
+    result.config = replace(head.config, selector_rank=rank, selector_kind=kind)
     result.selector = nnx.data(selector)
     return result
 
@@ -50,46 +60,66 @@ def _tables(head: DraftHead, target: Decoder) -> tuple[jax.Array, jax.Array]:
     return embed.weight[...], rows
 
 
-def _start(head: DraftHead, target: Decoder, rank: int, seed: int) -> tuple[Params, dict]:
-    """(first weights, units): a selector's matrix is its weight times its unit.
+def _start(
+    params: Params, head: DraftHead, target: Decoder, seed: int
+) -> tuple[Params, dict[str, float]]:
+    """(first weights, units) of a new selector's: a matrix is its weight times its unit.
 
     Embeddings and unembeddings of different models have different scales; in these units one
     learning rate suits all. Edges start at zero.
     """
-    D = head.config.hidden_size
     before, after = (float(jnp.std(x.astype(jnp.float32))) for x in _tables(head, target))
-    normal = lambda key: D**-0.5 * jax.random.normal(key, (rank, D), jnp.float32)
-    keys = jax.random.split(jax.random.key(seed))
-    weights = {
-        "previous.weight": normal(keys[0]),
-        "hidden.weight": normal(keys[1]),
-        "out.weight": jnp.zeros((D, rank), jnp.float32),
-    }
-    return weights, {"previous.weight": 1 / before, "hidden.weight": 1.0, "out.weight": 1 / after}
+    units = dict.fromkeys(params, 1.0) | {"previous.weight": 1 / before, "token.weight": 1 / before}
+    if "previous.weight" in params:
+        keys = jax.random.split(jax.random.key(seed))
+        for name, key in zip(("previous.weight", "hidden.weight"), keys, strict=True):
+            shape = params[name].shape
+            params[name] = shape[1] ** -0.5 * jax.random.normal(key, shape, jnp.float32)
+        units["out.weight"] = 1 / after
+    return params, units
 
 
-class _Deep(NamedTuple):
-    """R deep rows of a batch."""
+class _Drafts(NamedTuple):
+    """R rows of the head over a batch: of deep drafts, or N chains of K drafts."""
 
     ids: jax.Array  # [R, C] candidates, draft ids
     logits: jax.Array  # [R, C] float32
+    log_total: jax.Array  # [R] float32, log-sum-exp of all logits
     place: jax.Array  # [R] int32, the text's token among the candidates; -1: it is not
     hidden: jax.Array  # [R, D], normed
     before: jax.Array  # [R] int32, the text's token before
     weight: jax.Array  # [R] float32, 0 without a loss
 
 
-def _deep_rows(head: DraftHead, target: Decoder, text: Text, key, options: HeadOptions) -> _Deep:
-    """The head's deep rows over a batch; the first texts of a random order are read deepest."""
-    order = jax.random.permutation(key, len(text.tokens))
-    text = rows_of(text, order)
+def _deep_rows(head: DraftHead, target: Decoder, text: Text, key, options: HeadOptions) -> _Drafts:
+    """The deep drafts; the first texts of a random order are read deepest."""
+    text = rows_of(text, jax.random.permutation(key, len(text.tokens)))
     run = run_target(target, text, _taps(head, target))
     blocks = blocks_of(len(text.tokens), options.num_depths)
     rows = text_rows(head, target, run, slot_is_trained(text), blocks, options)
     deep = len(text.tokens)  # rows of depth 0, before these, see the token before them
-    out, at, importance = (
-        x[deep:].reshape(-1, *x.shape[2:]) for x in (rows.out, rows.at, rows.importance)
-    )
+    flat = lambda x: x[deep:].reshape(-1, *x.shape[2:])
+    return _drafts(head, target, run, options, map(flat, (rows.out, rows.at, rows.importance)))
+
+
+def _chains(head: DraftHead, target: Decoder, text: Text, key, options: HeadOptions) -> _Drafts:
+    """All drafts of some anchors, as [N, K, ...]."""
+    run, valid = run_target(target, text, _taps(head, target)), slot_is_trained(text)
+    (B, S), depths = run.tokens.shape, options.num_depths
+    options = replace(options, anchors=max(1, S // _ANCHOR_OF))
+    picked = pick_anchors(run, valid, options, key)
+    rows = text_rows(head, target, run, valid, Blocks((B,) * depths), options, picked)
+    chains = lambda x: jnp.moveaxis(x.reshape(depths, -1, *x.shape[2:]), 0, 1)
+    flat = lambda x: chains(x).reshape(-1, *x.shape[2:])
+    found = _drafts(head, target, run, options, map(flat, (rows.out, rows.at, rows.importance)))
+    found = jax.tree.map(lambda x: x.reshape(-1, depths, *x.shape[1:]), found)
+    reached = jnp.cumprod(found.place >= 0, axis=1)
+    return found._replace(weight=found.weight * reached)
+
+
+def _drafts(head: DraftHead, target: Decoder, run: Run, options: HeadOptions, rows) -> _Drafts:
+    """The candidates of rows: (out [R, D], at [R], importance [R])."""
+    out, at, importance = rows
     following = jnp.pad(run.tokens[:, 1:], ((0, 0), (0, 1))).reshape(-1)[at]
 
     def one(piece):
@@ -98,32 +128,43 @@ def _deep_rows(head: DraftHead, target: Decoder, text: Text, key, options: HeadO
         best, ids = jax.lax.top_k(logits, min(CANDIDATES, logits.shape[-1]))
         is_wanted = head.to_target_ids(ids) == wanted[:, None]
         place = jnp.where(is_wanted.any(-1), jnp.argmax(is_wanted, -1), -1)
-        return ids, best, place, head.norm(out)
+        return ids, best, jax.nn.logsumexp(logits, axis=-1), place, head.norm(out)
 
     found = by_chunk(one, (out, following), options.loss_chunk)
     before = run.tokens.reshape(-1)[at]
-    return _Deep(*found, before, jnp.where(found[2] >= 0, importance, 0.0))
+    return _Drafts(*found, before, jnp.where(found[3] >= 0, importance, 0.0))
 
 
 def _taps(head: DraftHead, target: Decoder) -> tuple[int, ...]:
     return head.config.taps or target.config.default_taps
 
 
-def _scored(selector: Selector, tables, options: HeadOptions, deep: _Deep):
-    """(loss, metrics) of deep rows; see `trainer.Task`."""
+def _edges(selector: Selector | Lattice, head: DraftHead, tables, piece: _Drafts) -> jax.Array:
+    """Edges [..., C] of drafts from the text's token before each."""
     embedding, columns = tables
+    if isinstance(selector, Selector):
+        before = embedding[piece.before][:, None]
+        return selector(before, piece.hidden, columns[piece.ids])[:, 0]
+    log_probs = piece.logits - piece.log_total[..., None]
+    edges = selector(embedding[head.to_target_ids(piece.ids)], piece.hidden, log_probs)
+    return rows_after(edges, jnp.maximum(piece.place, 0))
+
+
+def _scored(selector, head: DraftHead, tables, options: HeadOptions, drafts: _Drafts):
+    """(loss, metrics) of drafts; see `trainer.Task`."""
 
     @jax.checkpoint
-    def one(piece: _Deep):
-        edges = selector(embedding[piece.before][:, None], piece.hidden, columns[piece.ids])
-        scores = piece.logits + edges[:, 0]
-        at = jnp.maximum(piece.place, 0)[:, None]
-        loss = -jnp.take_along_axis(jax.nn.log_softmax(scores), at, axis=-1)[:, 0]
+    def one(piece: _Drafts):
+        scores = piece.logits + _edges(selector, head, tables, piece)
+        at = jnp.maximum(piece.place, 0)[..., None]
+        loss = -jnp.take_along_axis(jax.nn.log_softmax(scores), at, axis=-1)[..., 0]
         right = [jnp.argmax(x, -1) == piece.place for x in (scores, piece.logits)]
         return [x * piece.weight for x in (loss, *right)]
 
-    loss, right, right_before = (x.sum() for x in by_chunk(one, deep, options.loss_chunk))
-    count = deep.weight.sum()
+    rows = drafts.place.size // len(drafts.place)  # of a draft or a chain
+    chunk = max(1, options.loss_chunk // rows)
+    loss, right, right_before = (x.sum() for x in by_chunk(one, drafts, chunk))
+    count = drafts.weight.sum()
     return loss, (count, dict(accuracy=(right, count), head_accuracy=(right_before, count)))
 
 
@@ -153,7 +194,14 @@ def selected(head: DraftHead, target: Decoder, text: Text, options: HeadOptions)
     return jnp.moveaxis(match.reshape(B, S, -1), 1, 2) & by_depth(rows.used)
 
 
-def make_task(head: DraftHead, target: Decoder, options: HeadOptions, run: RunConfig, rank: int):
+def make_task(
+    head: DraftHead,
+    target: Decoder,
+    options: HeadOptions,
+    run: RunConfig,
+    rank: int,
+    kind: Literal["pairs", "lattice"] = "pairs",
+):
     """The task, and the function from trained weights to the head with a selector of this rank.
 
     Raises:
@@ -163,19 +211,20 @@ def make_task(head: DraftHead, target: Decoder, options: HeadOptions, run: RunCo
         raise ConfigError("a selector belongs to a P-EAGLE head: EAGLE-3 sees its earlier drafts")
     text, heldout = (load_text(target.config, options.texts, n) for n in ("train", "heldout"))
     pieces = held_out(heldout, options.batch, options.eval_sequences)
-    params, units = _start(head, target, rank, run.seed)
-    config = replace(head.config, selector_rank=rank)
-    empty = nnx.eval_shape(lambda: Selector(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    merge = split_model(empty)[1]
+    config = replace(head.config, selector_rank=rank, selector_kind=kind)
+    new = selector_class(config)(config, dtype=jnp.float32, rngs=nnx.Rngs(run.seed))
+    params, merge = split_model(new)
+    params, units = _start(params, head, target, run.seed)
+    drafts_of = _deep_rows if kind == "pairs" else _chains
     scaled = lambda params: {name: units[name] * leaf for name, leaf in params.items()}
     constants, merge_models = split_model(_Models(head, target))
 
     def loss(params, constants, text, key):
         models = merge_models(constants)
-        deep = _deep_rows(models.head, models.target, text, key, options)
+        drafts = drafts_of(models.head, models.target, text, key, options)
         selector = merge(cast(scaled(params), options.dtype))
         tables = _tables(models.head, models.target)
-        return _scored(selector, tables, options, jax.lax.stop_gradient(deep))
+        return _scored(selector, models.head, tables, options, jax.lax.stop_gradient(drafts))
 
     @jax.jit
     def evaluate_batch(params, constants, text):
@@ -183,8 +232,9 @@ def make_task(head: DraftHead, target: Decoder, options: HeadOptions, run: RunCo
             models = merge_models(constants)
             selector = merge(cast(scaled(params), options.dtype))
             trained = with_selector(models.head, selector, rank)
-            deep = _deep_rows(trained, models.target, text, jax.random.key(0), options)
-            loss, (count, _) = _scored(selector, _tables(trained, models.target), options, deep)
+            drafts = drafts_of(trained, models.target, text, jax.random.key(0), options)
+            tables = _tables(trained, models.target)
+            loss, (count, _) = _scored(selector, trained, tables, options, drafts)
             return selected(trained, models.target, text, options), loss, count
 
     def evaluate(params):

@@ -1,16 +1,18 @@
 """A head with a selector: saved, loaded, converted, exported; and saved without the selector."""
 
 import json
+from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_head, save_head, target_config
-from peagle_jax.method.selector import Selector
+from peagle_jax.method.draft_head import selector_class
 from peagle_jax.training.selector import with_selector
+from peagle_jax.training.trainer import split_model
+from tests import tiny
 from tests.convert.conftest import GOLDEN, same_files
 
 RANK = 3
@@ -21,14 +23,13 @@ def target():
     return target_config(GOLDEN / "qwen3")
 
 
-@pytest.fixture(scope="module")
-def folder(target, tmp_path_factory):
+@pytest.fixture(scope="module", params=["pairs", "lattice"])
+def folder(request, target, tmp_path_factory):
     """A golden head with a random selector."""
     head = load_head(GOLDEN / "peagle-qwen3", target, dtype="float32")
-    config = with_selector(head, None, RANK).config
-    selector = Selector(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    shape = selector.out.weight[...].shape
-    selector.out.weight.set_value(jax.random.normal(jax.random.key(1), shape))
+    config = replace(head.config, selector_rank=RANK, selector_kind=request.param)
+    selector = selector_class(config)(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    selector = tiny.loud(selector, 1, vectors=True)
     made = tmp_path_factory.mktemp("selector")
     with_it = with_selector(head, selector, RANK)
     save_head(with_it, made / "head", max_position=target.max_position, dtype="float32")
@@ -38,13 +39,18 @@ def folder(target, tmp_path_factory):
     return made
 
 
+def plain_tensors(folder) -> set[str]:
+    return set(Checkpoint(folder / "plain").tensors)
+
+
 def test_a_selector_is_saved_and_loaded(folder, target):
     head = load_head(folder / "head", target, dtype="float32")
     assert head.config.selector_rank == RANK
     stored = Checkpoint(folder / "head")
-    for name in ("previous", "hidden", "out"):
-        weight = getattr(head.selector, name).weight[...]
-        np.testing.assert_array_equal(weight, stored.read(f"selector.{name}.weight"))
+    weights = split_model(head.selector)[0]
+    assert {f"selector.{name}" for name in weights} == set(stored.tensors) - plain_tensors(folder)
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(weight, stored.read(f"selector.{name}"))
 
 
 def test_a_head_saved_without_its_selector_is_one_that_never_had_it(folder, target):
@@ -70,7 +76,7 @@ def test_a_converted_selector_is_verified_and_exported(folder, cli, tmp_path):
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
-        (RANK + 1, "selector.previous.weight has shape"),
+        (RANK + 1, r"selector\.\S+ has shape"),
         (None, "without a place"),
         (-1, "selector_rank"),
     ],

@@ -369,5 +369,7 @@ def test_the_engine_keeps_to_what_target_and_head_were_made_for(caplog):
     assert engine.config.max_model_len == 40
     assert "above the 2 this head was trained for" in caplog.text
     caplog.clear()
-    Engine(target, tiny.head(trained_num_draft=3), EngineConfig(**SIZES))
+    Engine(target, tiny.head(trained_num_draft=3, trained_length=40), EngineConfig(**SIZES))
     assert not caplog.text
+    Engine(target, tiny.head(trained_length=39), EngineConfig(**SIZES))
+    assert "max_model_len=40 is above the 39 tokens" in caplog.text

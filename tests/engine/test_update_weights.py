@@ -191,7 +191,7 @@ def test_tiles_are_made_of_rows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["peagle", "selector"])
+@pytest.mark.parametrize("method", ["peagle", "selector", "lattice"])
 def test_each_of_two_devices_gets_its_share(method, tmp_path):
     """The vocabulary of 100 has padding on the second device."""
     sizes = dict(vocab_size=100, **tiny.ONE_LAYER)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from peagle_jax.config import ConfigError, ExpertsConfig
 from peagle_jax.parallel.shares import (
@@ -123,10 +124,11 @@ def test_what_does_not_divide_is_refused_by_name(changes, count, message):
     assert f"{count} devices" in str(raised.value)
 
 
-def test_a_selector_is_whole_on_each_device():
-    config = replace(tiny.HEAD, selector_rank=8)
-    for name, shape in (("previous", (8, 32)), ("hidden", (8, 32)), ("out", (32, 8))):
-        assert cut_of(config, ("selector", name, "weight"), shape, shape, 2) is None
+@pytest.mark.parametrize("kind", ["selector", "lattice"])
+def test_a_selector_is_whole_on_each_device(kind):
+    head = tiny.head(kind)
+    for path, leaf in nnx.to_flat_state(nnx.state(head.selector)):
+        assert cut_of(head.config, ("selector", *path), leaf.shape, leaf.shape, 2) is None
 
 
 def test_a_head_that_does_not_divide_is_refused_by_name():

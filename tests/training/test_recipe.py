@@ -15,7 +15,7 @@ from peagle_jax.config import ConfigError
 from peagle_jax.training import drafter, recipe, selector
 from peagle_jax.training.__main__ import main
 from peagle_jax.training.curves import Curves
-from peagle_jax.training.trainer import fit, write_provenance
+from peagle_jax.training.trainer import fit, split_model, write_provenance
 from tests import tiny
 from tests.training.small import head_options, run_config, save_texts
 from tests.waiting import LIMIT
@@ -71,12 +71,13 @@ def test_the_losses_fall(trained, method):
 
 
 @pytest.mark.slow
-def test_a_selector_learns_and_leaves_the_head_as_it_is(trained, tmp_path):
+@pytest.mark.parametrize("kind", ["pairs", "lattice"])
+def test_a_selector_learns_and_leaves_the_head_as_it_is(trained, kind, tmp_path):
     out, target = trained("peagle"), tiny.target()
     head = load_head(out / "final", target.config, dtype="float32")
     options = head_options(texts=out / "text", batch=8, num_depths=3, eval_sequences=16)
     run = run_config(tmp_path, 40, optimizer="adamw", learning_rate=5e-3, decay=0.1)
-    task, merge = selector.make_task(head, target, options, run, rank=16)
+    task, merge = selector.make_task(head, target, options, run, rank=16, kind=kind)
     save_head(merge(fit(task, run)), tmp_path / "final", max_position=512)
     trained_rows = rows(tmp_path, "train")
     assert trained_rows[-1]["loss"] < trained_rows[0]["loss"]
@@ -84,11 +85,11 @@ def test_a_selector_learns_and_leaves_the_head_as_it_is(trained, tmp_path):
     assert {"acceptance_length", "fresh_acceptance_length"} <= rows(tmp_path, "eval")[-1].keys()
     before, after = (Checkpoint(x / "final") for x in (out, tmp_path))
     added = after.tensors.keys() - before.tensors.keys()
-    assert added == {f"selector.{name}.weight" for name in ("previous", "hidden", "out")}
+    assert added == {f"selector.{name}" for name in split_model(merge(task.params).selector)[0]}
     for name in before.tensors:
         np.testing.assert_array_equal(before.read(name), after.read(name), err_msg=name)
     raw = json.loads((tmp_path / "final" / "config.json").read_text())
-    assert raw.pop("selector_rank") == 16
+    assert (raw.pop("selector_rank"), raw.pop("selector_kind", "pairs")) == (16, kind)
     assert raw == json.loads((out / "final" / "config.json").read_text())
 
 
@@ -167,3 +168,4 @@ def test_a_killed_run_goes_on_along_the_same_curve(folder, tmp_path):
                 np.testing.assert_allclose(a[key], b[key], rtol=1e-6, err_msg=f"{a['step']} {key}")
     weights = [(x / "final" / "model.safetensors").read_bytes() for x in (out, whole)]
     assert weights[0] == weights[1]
+    assert json.loads((out / "final" / "config.json").read_text())["trained_length"] == 48
