@@ -2,7 +2,6 @@
 
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from flax.traverse_util import unflatten_dict
 
 from bench import rows
 from bench.cells import cells_config
-from bench.command import Command, SweepOptions, check_preset, methods, show
+from bench.command import Command, SweepOptions, check_preset, methods
 from bench.models import Models
 from bench.presets import preset
 from bench.sweep import prompt_set, runnable, sampling
@@ -83,9 +82,8 @@ def run(options: Options) -> int:
     for row in rollouts(options) if options.preset is None else updates(options):
         done.append(rows.rounded(row | environment))
         rows.append(options.out, done[-1])
-        print(_line(done[-1]), file=sys.stderr)
-    header, lines = ["what", "numbers"], [_line(row).split(": ", 1) for row in done]
-    show(header, lines, options.out)
+        print(_line(done[-1]), flush=True)
+    print(f"rows: {options.out}")
     return 0 if all(row.get("equal_texts", True) for row in done) else 1
 
 
@@ -298,14 +296,15 @@ def rollouts(options: Options) -> Iterator[dict]:
         runs.warm_up(engine)
         for count in options.concurrency:
             row, done = _steps(engine, pool, count, options)
-            plain.setdefault(count, row["tokens_per_second"] if method == "none" else float("nan"))
+            if method == "none":
+                plain[count] = row["tokens_per_second"]
             yield {
                 **options.drafting_row("rollouts"),
                 "kind": "rollouts",
                 **models.identity(options, prompts=name, variant=variant, concurrency=count),
                 "answers": options.answers,
                 **row,
-                "ratio_to_plain": row["tokens_per_second"] / plain[count],
+                "ratio_to_plain": row["tokens_per_second"] / plain[count] if plain else None,
                 **(compared(engine, done) if count == options.concurrency[-1] else {}),
             }
         del engine
@@ -357,7 +356,7 @@ def compared(engine: Engine, done: list[Completion]) -> dict:
 COMMAND = Command(
     examples=(
         "rollouts --preset qwen3-coder-30b-a3b-fp8 --concurrency 8",
-        "rollouts --model TARGET --drafter HEAD -K 3,7",
+        "rollouts --concurrency 32,128 -K 3,7",
     ),
     description="""
 With --preset: seconds of Engine.update_weights from arrays of the device in the engine's own

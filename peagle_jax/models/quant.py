@@ -77,7 +77,8 @@ def _to_fp8(x: np.ndarray) -> np.ndarray:
 
 def fp8_scale(weight: jax.Array) -> jax.Array:
     """The scale of `quantize_fp8`, where the weight lies; for `fp8_values`."""
-    return _divided(_largest(weight), FP8_MAX)
+    largest = _largest(weight)
+    return _divided(largest, jnp.full_like(largest, FP8_MAX))
 
 
 @jax.jit
@@ -89,7 +90,7 @@ def _largest(weight: jax.Array) -> jax.Array:
     return jnp.abs(blocks).max(axis=(-3, -1)).astype(jnp.float32)
 
 
-# A constant divisor would become a factor, which rounds differently.
+# XLA makes a factor of a divisor that is one number, which rounds differently.
 @jax.jit
 def _divided(largest: jax.Array, by: jax.Array) -> jax.Array:
     return jnp.where(largest == 0, 1.0, jnp.maximum(largest / by, _SMALLEST))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.formats import dequantize, kind
-from peagle_jax.models.quant import FP8_MAX, quantize_fp8
+from peagle_jax.models.quant import FP8_MAX, fp8_scale, fp8_values, quantize_fp8
 
 
 def unpack(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -60,6 +60,18 @@ def test_quantising_what_was_quantised_changes_nothing(dtype):
     assert np.array_equal(again.view(np.uint8), values.view(np.uint8))
     eps = np.finfo(np.float32).eps if dtype == np.float32 else 2.0**-8
     assert np.allclose(scale_again, scale, rtol=eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(3, 130, 257), (128, 256), (1, 1)])
+def test_arrays_of_jax_get_the_bits_of_the_host(shape, dtype):
+    sizes = 2.0 ** np.random.default_rng(1).integers(-40, 9, shape)
+    weight = (np.random.default_rng(0).standard_t(3, shape) * sizes).astype(jnp.dtype(dtype))
+    weight[0] = 0
+    values, scale = quantize_fp8(weight)
+    there = jnp.asarray(weight)
+    assert np.asarray(fp8_scale(there)).tobytes() == scale.tobytes()
+    assert np.asarray(fp8_values(there, fp8_scale(there))).tobytes() == values.tobytes()
 
 
 def test_rounding_is_that_of_ml_dtypes():
