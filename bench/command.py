@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from peagle_jax.cli.command_line import Parser, add_removed, positive
+from peagle_jax.cli.command_line import Parser, add_removed, positive, writes_output
 from peagle_jax.cli.model_folders import check_folders
 from peagle_jax.config import MAX_NUM_DRAFT, ConfigError, EngineConfig
 from peagle_jax.exclusions import ADAPTIVE
@@ -479,6 +479,9 @@ class Program:
         if argv is None:  # the end by `timeout` too keeps rows and ends servers
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             argv = sys.argv[1:]
+        return writes_output(self.name)(self._main)(argv)
+
+    def _main(self, argv: Sequence[str]) -> int:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         try:
             command, options = self.parse(argv)

@@ -4,6 +4,7 @@ Heavy libraries are imported only after the arguments are validated.
 """
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from peagle_jax.checkpoint.gguf_file import is_gguf
 from peagle_jax.checkpoint.hub import CONFIGS, is_hub_id, resolve
-from peagle_jax.cli.command_line import Parser, add_removed, positive
+from peagle_jax.cli.command_line import Parser, add_removed, positive, writes_output
 from peagle_jax.config import ConfigError
 from peagle_jax.extras import check_address_space
 
@@ -251,6 +252,7 @@ _COMMANDS = {
 }
 
 
+@writes_output("peagle-convert")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
@@ -275,10 +277,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore", RuntimeWarning)
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
         fail(f"{error.filename}: {error.strerror}" if error.filename else error)
         return 2
 

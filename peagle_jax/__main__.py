@@ -4,7 +4,6 @@ jax is imported only after the arguments are validated, so that help and errors 
 """
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peagle_jax.cli.command_line import given
+from peagle_jax.cli.command_line import given, writes_output
 from peagle_jax.cli.model_folders import check_folders, local_folder, local_models
 from peagle_jax.cli.options import (
     SAMPLED,
@@ -441,6 +440,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
+@writes_output("peagle-generate")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = parser().parse_intermixed_args(argv)
@@ -453,24 +453,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         check_address_space()
-        code = _run(args)
-        print(end="", flush=True)
-        return code
+        return _run(args)
     except ConfigError as error:
         fail(error)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
-        # What stdout still holds would fail again at the exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.EPIPE:  # the reader closed the pipe
-            return 1
-        fail(f"the output cannot be written ({error.strerror})")
-        return 2
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise

@@ -237,6 +237,7 @@ class _EngineCollector(Collector):
         counts = load.acceptance
         yield self._gauge("vllm:num_requests_running", "Requests on the device.", load.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", load.num_waiting)
+        yield self._gauge("peagle:paused", "1: requests wait for an order.", load.is_paused)
         yield self._gauge("peagle:devices", "Devices of a round.", self._config.tensor_parallel)
         yield self._device_memory()
         waiting = GaugeMetricFamily(

@@ -6,7 +6,11 @@ mistakes in its options before it imports them.
 
 import argparse
 import contextlib
+import errno
+import functools
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -19,6 +23,36 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
+
+
+def writes_output(program: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """A decorator of a program's `main`, for output that cannot be written: where the reader of a
+    pipe is gone, as after `| head`, the program ends with code 1 and says nothing; on a full disk
+    with code 2 and one line."""
+
+    def wrap(main: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(main)
+        def run(*args, **named) -> int:
+            try:
+                try:
+                    return main(*args, **named)
+                finally:
+                    if sys.stdout is not None:
+                        sys.stdout.flush()
+            except OSError as error:
+                if error.errno not in (errno.EPIPE, errno.ENOSPC):
+                    raise
+                # What stdout still holds would fail again at the exit.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                if error.errno == errno.EPIPE:
+                    return 1
+                message = f"the output cannot be written ({error.strerror})"
+                sys.stderr.write(f"{program}: error: {message}\n")
+                return 2
+
+        return run
+
+    return wrap
 
 
 class DefaultsFormatter(argparse.RawDescriptionHelpFormatter):

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from peagle_jax.checkpoint.safetensors import CheckpointError
+from peagle_jax.cli.command_line import writes_output
 from peagle_jax.config import ConfigError, TargetConfig
 from peagle_jax.extras import check_address_space
 from peagle_jax.training.options import REMOVED, check, parser
@@ -199,6 +200,7 @@ def _trained(task, merge, run, configs: dict, target) -> Path:
 _STAGES = {"head": _head, "synthesize": _synthesize, "plan": _plan}
 
 
+@writes_output("peagle-train")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `peagle-train`; `argv` stands for the command line's arguments.
 

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import os
 import queue
 import sys
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 import grpc
 from google.protobuf.message import Message
 
+from peagle_jax.cli.command_line import writes_output
 from serving.client.options import SAMPLED, ClientError, check, parser, sampling
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -34,6 +34,7 @@ _OPTIONS = (("grpc.max_receive_message_length", -1),)  # no limit: the request d
 _LOOPBACK = ("127.", "localhost:", "[::1]", "unix:")
 
 
+@writes_output("peagle-client")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     args = parser().parse_args(arguments)
@@ -47,9 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _write_err("\npeagle-client: interrupted")
         return 130
-    except BrokenPipeError:  # for example in a pipe to head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _FAILED
 
 
 def _channel(args: argparse.Namespace) -> grpc.Channel:

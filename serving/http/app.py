@@ -182,8 +182,10 @@ class _Pages:
         self._frontend = frontend
 
     async def health(self, request: Request) -> Response:
-        state = self._frontend.state
-        return answer({"status": state.value}, 200 if state is State.SERVING else 503)
+        state, is_paused = self._frontend.state, self._frontend.load.is_paused
+        # A paused server takes requests, which wait: no probe should restart or avoid it.
+        content = {"status": state.value, "paused": is_paused}
+        return answer(content, 200 if state is State.SERVING else 503)
 
     async def metrics(self, request: Request) -> Response:
         return Response(

@@ -391,7 +391,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "preemptions", "uptime_seconds", "acceptance", "batch_sizes_pending", "num_speculative_tokens_per_batch_size", "num_speculative_tokens_changes", "predicted_tokens_per_second", "prefix_tokens_queried", "prefix_tokens_found", "kv_pages_idle")
+    __slots__ = ("state", "num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "preemptions", "uptime_seconds", "acceptance", "batch_sizes_pending", "num_speculative_tokens_per_batch_size", "num_speculative_tokens_changes", "predicted_tokens_per_second", "prefix_tokens_queried", "prefix_tokens_found", "kv_pages_idle", "is_paused")
     class NumSpeculativeTokensPerBatchSizeEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -414,6 +414,7 @@ class GetStatsResponse(_message.Message):
     PREFIX_TOKENS_QUERIED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FOUND_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_IDLE_FIELD_NUMBER: _ClassVar[int]
+    IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
     state: str
     num_running: int
     num_waiting: int
@@ -429,7 +430,8 @@ class GetStatsResponse(_message.Message):
     prefix_tokens_queried: int
     prefix_tokens_found: int
     kv_pages_idle: int
-    def __init__(self, state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., batch_sizes_pending: _Optional[int] = ..., num_speculative_tokens_per_batch_size: _Optional[_Mapping[int, int]] = ..., num_speculative_tokens_changes: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_found: _Optional[int] = ..., kv_pages_idle: _Optional[int] = ...) -> None: ...
+    is_paused: bool
+    def __init__(self, state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., batch_sizes_pending: _Optional[int] = ..., num_speculative_tokens_per_batch_size: _Optional[_Mapping[int, int]] = ..., num_speculative_tokens_changes: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_found: _Optional[int] = ..., kv_pages_idle: _Optional[int] = ..., is_paused: _Optional[bool] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
     __slots__ = ("folder", "head", "version", "running")

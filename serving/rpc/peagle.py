@@ -137,6 +137,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             num_speculative_tokens_per_batch_size=load.num_draft,
             num_speculative_tokens_changes=load.num_draft_changes,
             predicted_tokens_per_second=load.predicted_rate,
+            is_paused=load.is_paused,
         )
 
     async def _ask(self, request: pb.GenerateRequest, context, method: str) -> Ask:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import threading
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Self
 import grpc
 import httpx
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from peagle_jax.checkpoint import incoming, save_head, save_target
 from peagle_jax.config import ConfigError
@@ -17,6 +20,7 @@ from serving.bearer_tokens import AdminToken, TokenFile
 from serving.frontend import State
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
+from serving.protos.peagle_v1_pb2_grpc import GenerationStub
 from tests import tiny
 from tests.serving.conftest import EOS_IDS
 from tests.serving.live import LiveServer
@@ -356,6 +360,19 @@ def test_a_lack_of_memory_changes_nothing(server, root, user, second, monkeypatc
     assert user.text() == text
 
 
+def reported(server, user) -> set[bool]:
+    """Whether the server is paused, as each place says it. Probes find it healthy, and its gRPC
+    health is serving."""
+    health = user.http.get("/health")
+    assert (health.status_code, health.json()["status"]) == (200, "serving")
+    with grpc.insecure_channel(server.address) as channel:
+        stats = GenerationStub(channel).GetStats(pb.GetStatsRequest(), metadata=metadata("user"))
+        checked = HealthStub(channel).Check(HealthCheckRequest())
+    assert checked.status == HealthCheckResponse.SERVING
+    (gauge,) = re.findall(r"^peagle:paused{.*} (.*)$", user.http.get("/metrics").text, re.M)
+    return {health.json()["paused"], stats.is_paused, float(gauge) == 1}
+
+
 def test_a_pause_holds_requests_until_it_ends(server, root, user):
     text = user.text()
     answer = root.http.post("/pause")
@@ -365,8 +382,9 @@ def test_a_pause_holds_requests_until_it_ends(server, root, user):
     assert root.http.post("/pause").status_code == 200
     assert root.update(running="finish", head="/no/such").status_code == 400
     assert streams.tokens == [0]
-    assert server.frontend.load.is_paused
+    assert reported(server, user) == {True}
     assert root.http.post("/resume").json()["paused"] is False
+    assert reported(server, user) == {False}
     assert streams.join()[0][:2] == ("length", 60)
     assert user.text() == text
 

@@ -51,6 +51,7 @@ GAUGES = {
     "vllm:cache_config_info": ("block_size", "num_gpu_blocks"),
     "peagle:acceptance_length": (),
     "peagle:devices": (),
+    "peagle:paused": (),
     "peagle:weights_info": ("version",),
     "peagle:device_memory_bytes": ("device", "kind"),
     "peagle:open_requests": (),

@@ -6,7 +6,10 @@ over all calls (see `programs`): a plan is copied into resident arrays, and the 
 the output, which the program packs.
 """
 
+import atexit
+import contextlib
 import itertools
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -104,6 +107,28 @@ class Resident:
             self.mask = _unpack_into(self.mask, pack(mask))
 
 
+_EXIT_SECONDS = 30.0
+_unread: set["Result"] = set()
+
+
+@atexit.register
+def _wait_for_unread() -> None:
+    """Waits for the calls in flight at the exit of the interpreter.
+
+    The end of `copy_to_host_async` runs Python in a thread of XLA, and aborts the process if the
+    interpreter has gone by then. A device that hangs delays the exit by `_EXIT_SECONDS`.
+    """
+    until = time.monotonic() + _EXIT_SECONDS
+    while _unread and time.monotonic() < until:
+        for result in list(_unread):
+            with contextlib.suppress(Exception):  # a call that failed has ended
+                if not result.is_ready():
+                    continue
+                result.fetch()
+            _unread.discard(result)
+        time.sleep(0.001)
+
+
 class Result:
     """The output of a call during its transfer to the host: one device copy, one transfer.
 
@@ -114,11 +139,18 @@ class Result:
 
     def __init__(self, bits: jax.Array, layout: Layout):
         self._bits, self._layout = _copy(bits), layout
+        _unread.add(self)
         self._bits.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        """Whether the call has ended."""
+        return self._bits.is_ready()
 
     def fetch(self) -> StepOutput:
         """The output as numpy arrays. Blocks until the call has ended."""
-        return self._layout.split(np.asarray(self._bits))
+        output = self._layout.split(np.asarray(self._bits))
+        _unread.discard(self)
+        return output
 
 
 def _narrow(plan: PrefillPlan | DecodePlan, takes_mask: bool) -> PrefillPlan | DecodePlan:
