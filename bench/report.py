@@ -30,7 +30,8 @@ KINDS: dict[str, list[str]] = _SPEC["kinds"]
 TABLES: dict[str, dict[str, Any]] = _SPEC["tables"]
 PRINTED: dict[str, list] = _SPEC["printed"]
 _ROOT = RESULTS.parents[1]
-PAGES = tuple(_ROOT / name for name in ("README.md", "docs/results.md", "docs/decode-step.md"))
+_PAGES = ("docs/results.md", "docs/decode-step.md", "docs/training.md", "docs/rollouts.md")
+PAGES = tuple(_ROOT / name for name in ("README.md", *_PAGES))
 """Pages that have tables; all are drawn by one call of `peagle-bench report`."""
 PLOT = "served.png"
 _PLOTTED = "served-speed"
@@ -142,7 +143,7 @@ def derived(row: dict) -> dict:
     """A row with what tables say of it in words."""
     row = _DEFAULTS | {"weights": row.get("dtype")} | row
     made: dict[str, Any] = {"day": row["date"][:10], "close": ")"}
-    if (method := row.get("method")) in METHOD_NAMES:
+    if (method := row.get("method")) in METHOD_NAMES and "num_speculative_tokens" in row:
         k = f"K={row['num_speculative_tokens']}"
         drafts = k if row["adaptive"] == "off" else f"K by {row['adaptive']}"
         name = METHOD_NAMES[method]

@@ -51,7 +51,7 @@ def run(options: Options) -> int:
     order_weights(models.target, "bf16")
     found = []
     for length in options.length:
-        row = {"kind": "train_step", "model": chosen.name, "weights": chosen.weights}
+        row = {"kind": "train-step", "model": chosen.name, "weights": chosen.weights}
         row |= {"layers": chosen.target.num_layers, "method": options.method}
         try:
             row |= measure(models.target, options, length)
