@@ -27,6 +27,7 @@ from tests.rounds import Rig
 GOLDEN = Path(__file__).parent / "golden"
 TRAINED = ("peagle-1", "peagle-4", "peagle-pruned", "peagle-norms")
 PEAGLE = (*TRAINED, "peagle-qwen3")  # the last has sliding windows, which are served only
+BLOCKS = ("dflash", "dflash2", "dspark")
 EAGLE = ("eagle3", "eagle31")
 ATOL = 5e-4  # logits and log-probabilities; both reach 20
 ANCHORS = (0, 3, 9, 12, 16, 20)  # prompts of P = anchor + 1 tokens; 0, 9 and 20 are golden
@@ -48,7 +49,9 @@ def head(name: str) -> DraftHead:
 
 
 def num_draft(name: str) -> int:
-    return expected(name)["chain_logits" if name in PEAGLE else "ttt_logits"].shape[name in PEAGLE]
+    return expected(name)["ttt_logits" if name in EAGLE else "chain_logits"].shape[
+        name not in EAGLE
+    ]
 
 
 def draft_ids(head: DraftHead) -> np.ndarray:
@@ -61,14 +64,14 @@ def log_softmax(logits) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=-1))
 
 
-def serving_rig(name: str) -> Rig:
-    """The golden text in every slot, drafted for by head `name`."""
+def serving_rig(name: str, sampling: str = "sample") -> Rig:
+    """The golden text in every slot, drafted for by head `name`; samples ignore its selector."""
     K, text = num_draft(name), expected("sequence")["tokens"]
     config = EngineConfig(
         num_draft=K, max_num_seqs=len(ANCHORS), max_model_len=40, page_size=4, prefill_chunk=21,
-        draft_sampling="sample",
+        draft_sampling=sampling,
     )  # fmt: skip
-    drafter = make_drafter(head(name), K, "sample")
+    drafter = make_drafter(head(name), K, sampling, selector=sampling == "argmax")
     return Rig(target(), drafter, config, np.tile(text, (len(ANCHORS), 1)))
 
 
@@ -113,16 +116,40 @@ def test_the_engine_drafts_with_the_golden_logits(parallel):
             np.testing.assert_allclose(got, log_softmax(logits), atol=ATOL)
 
 
-@pytest.fixture(scope="module", params=EAGLE)
-def autoregressive(request):
-    """As `parallel`, of an EAGLE-3 head whose fed-back drafts are the tokens of the text."""
+def by_the_text(name: str) -> dict[int, list[np.ndarray]]:
+    """As `served`, where the drafts that a head sees are the tokens of the text."""
     text = jnp.asarray(np.pad(expected("sequence")["tokens"], (0, 12)), jnp.int32)
     real = serving._choose
 
     def choose(head, logits, positions, inputs, sampling):
         return Proposal(text[positions], real(head, logits, positions, inputs, sampling).probs)
 
-    return request.param, served(request.param, choose)
+    return served(name, choose)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_engine_drafts_blocks_with_the_golden_logits(name):
+    seen = by_the_text(name) if name == "dspark" else served(name)
+    golden = zip(expected(name)["chain_anchor"], expected(name)["chain_logits"], strict=True)
+    for anchor, logits in golden:
+        assert len(seen[anchor]) >= (1 if anchor == 0 else 2), "once by prefill, once by a round"
+        for got in seen[anchor]:
+            np.testing.assert_allclose(got, log_softmax(logits), atol=2e-5)
+
+
+def test_the_selector_of_a_block_drafter_takes_the_golden_walk():
+    rig = serving_rig("dflash2", "argmax")
+    state, _ = rig.prefill(rig.new_state(), 0, np.array(ANCHORS) + 1)
+    drafts = np.asarray(state.drafts)[
+        [ANCHORS.index(a) for a in expected("dflash2")["chain_anchor"]]
+    ]
+    np.testing.assert_array_equal(drafts, expected("dflash2")["walk"])
+
+
+@pytest.fixture(scope="module", params=EAGLE)
+def autoregressive(request):
+    """As `parallel`, of an EAGLE-3 head whose fed-back drafts are the tokens of the text."""
+    return request.param, by_the_text(request.param)
 
 
 @pytest.mark.sampled(0, slow=1)
