@@ -5,6 +5,7 @@ The drafter's logits are seen through `draft_sampling="sample"`: at temperature 
 probabilities are their softmax.
 """
 
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from peagle_jax.method import drafter as serving
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.drafter import Proposal, make_drafter
 from peagle_jax.training import passes as training
+from peagle_jax.training.picked import pick
 from peagle_jax.training.texts import Blocks
 from peagle_jax.training.trainer import split_model
 from tests.rounds import Rig
@@ -277,3 +279,39 @@ def test_logits_loss_and_gradient_of_the_training_time_test_are_the_golden_ones(
     np.testing.assert_allclose(value, want["ttt_loss"], rtol=1e-4)
     got = grads["first.hidden_norm.weight"]
     np.testing.assert_allclose(got, want["grad_hidden_norm"], rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("anchors", [None, 6])
+def test_logits_loss_and_gradient_of_blocks_are_the_golden_ones(anchors):
+    """With some anchors and with all; a window that is longer than the text is none."""
+    want, K, run, tutor = expected("dflash"), num_draft("dflash"), target_run(), target()
+    (S,), chain = run.tokens.shape[1:], want["chain_anchor"]
+    mask = np.r_[expected("sequence")["loss_mask"], np.zeros(K, int)]
+    trained = load_head(GOLDEN / "dflash", tutor.config, dtype="float32")
+    for layer in trained.layers:
+        layer.attention.config = replace(layer.attention.config, window=None)
+    params, merge = split_model(trained)
+    # The golden anchors weigh most, so they are among those that are picked.
+    weight = jnp.zeros((1, S)).at[0, chain].set(1.0)
+    picked = anchors and pick(jax.random.key(0), jnp.ones((1, S), bool), weight, anchors)
+    columns = [list(range(S) if picked is None else picked.slots[0]).index(a) for a in chain]
+    used = np.zeros((K, S if picked is None else anchors), bool)
+    for column, anchor in zip(columns, chain, strict=True):
+        used[:, column] = [mask[anchor + d + 2] > 0 for d in range(K)]
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def loss(params):
+        model, valid = merge(params), jnp.ones((1, S), bool)
+        rows = training.block_rows(model, tutor, run, valid, options(K), picked)
+        decay = jnp.exp(-jnp.arange(K) / 4)[:, None] * used
+        rows = rows._replace(used=used.reshape(1, -1), importance=decay.reshape(1, -1))
+        outcome = training.compare(model, tutor, run, options(K), rows)
+        return outcome.total / (used.sum() + 1e-5), model.logits(tutor, rows.out)[0]
+
+    (value, logits), grads = loss(params)
+    logits = np.asarray(logits).reshape(*used.shape, -1)[:, columns]
+    np.testing.assert_allclose(np.swapaxes(logits, 0, 1), want["chain_logits"], atol=2e-5)
+    np.testing.assert_allclose(value, want["block_loss"], rtol=1e-5)
+    got = grads["context_norm.weight"]
+    np.testing.assert_allclose(got, want["grad_context_norm"], rtol=1e-4, atol=1e-6)
