@@ -19,6 +19,7 @@ from bench.presets import Format
 from pallas_kernels.formats import BLOCK, GROUP
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.devices import ONE_DEVICE, Devices, local_modules
+from peagle_jax.method.block_head import make_head
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder, build
 from peagle_jax.models.layers import INIT_STD
@@ -70,7 +71,7 @@ def random_head(
 ) -> DraftHead:
     """A head in `dtype`, shared by `devices`; its draft tokens are spread evenly over the
     vocabulary."""
-    head = nnx.eval_shape(lambda: DraftHead(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    head = nnx.eval_shape(lambda: make_head(config, dtype=dtype, rngs=nnx.Rngs(0)))
     _fill(head, "bf16", lambda path: INIT_STD, seed, devices)
     if head.d2t is not None:
         offsets = _offsets(config.draft_vocab_size, config.vocab_size)

@@ -10,7 +10,7 @@ from peagle_jax.exclusions import check_options
 from peagle_jax.options import at_least, check_all, option
 from peagle_jax.rope_config import DynamicScaling, RopeConfig
 
-Method = Literal["none", "eagle3", "peagle"]
+Method = Literal["none", "eagle3", "peagle", "dflash"]
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma4"]
 Running = Literal["keep", "finish", "abort"]
 """What becomes of requests that run while weights are updated, see `Engine.update_weights`."""
@@ -183,16 +183,38 @@ class TargetConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterConfig:
-    """A draft head with EAGLE-3's architecture. P-EAGLE heads also have a mask token and
-    `mask_hidden`.
+class BlockConfig:
+    """What a block drafter (DFlash) has besides the layers of every head, see `block_head`.
 
-    `method`: `peagle` drafts in parallel (one pass), `eagle3` autoregressively (one pass per
-    draft). `taps` None means the target's default taps. `target_hidden_size` is the width of one
-    tap.
+    Args:
+      causal: of each layer, whether a row of the block sees only the rows before it.
+      drafts_from_newest: the row of the newest token predicts the first draft, and K-1 masks follow
+        it; False: K masks follow, and that row predicts nothing.
+      conv_taps, conv_group: rows that a convolution reads, and channels that share one of its
+        predicted numbers (DFlash2); 0: none.
+      markov_rank: inner width of the bias by the draft before (DSpark); 0: none.
+      embedding_scale: factor on the embedding.
     """
 
-    method: Literal["eagle3", "peagle"]
+    causal: tuple[bool, ...]
+    drafts_from_newest: bool = False
+    conv_taps: int = 0
+    conv_group: int = 0
+    markov_rank: int = 0
+    embedding_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """A draft head: EAGLE-3's architecture, with a mask token and `mask_hidden` P-EAGLE's, or with
+    a `block` DFlash's.
+
+    `method`: `peagle` and `dflash` draft in parallel (one pass), `eagle3` autoregressively (one
+    pass per draft). `taps` None means the target's default taps. `target_hidden_size` is the width
+    of one tap.
+    """
+
+    method: Literal["eagle3", "peagle", "dflash"]
     vocab_size: int
     draft_vocab_size: int
     hidden_size: int
@@ -228,24 +250,44 @@ class DrafterConfig:
     """Inner width of the selector, see `selector`; 0: the head has none."""
     selector_kind: Literal["pairs", "lattice"] = "pairs"
     """`method.selector`, or `method.lattice`, whose rank below 32 or a multiple of it."""
+    block: BlockConfig | None = None
+    """Of a `dflash` head."""
 
     def __post_init__(self):
         _check_windows(self.sliding_windows, self.num_layers)
         self.attention(0)
+        self._check_block()
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm exclude each other; set one of them")
-        if self.selector_rank and self.method != "peagle":
+        if self.selector_rank and self.method == "eagle3":
             raise ConfigError(
-                "a selector belongs to a P-EAGLE head: EAGLE-3 sees its earlier drafts"
+                "a selector belongs to a head that drafts in parallel: EAGLE-3 sees its earlier "
+                "drafts"
             )
         if self.selector_kind == "lattice" and self.selector_rank > 32 and self.selector_rank % 32:
             raise ConfigError(
                 f"the rank of a lattice selector is a multiple of 32, not {self.selector_rank}"
             )
-        if self.method == "peagle" and self.mask_token_id is None:
+        if self.method != "eagle3" and self.mask_token_id is None:
             raise ConfigError(
-                "a P-EAGLE head needs a mask token id: add mask_token_id, pard_token or "
-                "ptd_token_id to its config.json"
+                "a head that drafts in parallel needs a mask token id: add mask_token_id, "
+                "pard_token or ptd_token_id to its config.json"
+            )
+
+    def _check_block(self) -> None:
+        block = self.block
+        if (self.method == "dflash") != (block is not None):
+            raise ConfigError(f"{block=} does not go with {self.method=}")
+        if block is None:
+            return
+        if len(block.causal) != self.num_layers:
+            raise ConfigError(f"{block.causal=} needs one entry for each of {self.num_layers=}")
+        if block.conv_taps and (block.conv_group < 1 or self.hidden_size % block.conv_group):
+            raise ConfigError(f"{block.conv_group=} must divide {self.hidden_size=}")
+        if self.selector_rank and (block.markov_rank or self.draft_vocab_size != self.vocab_size):
+            raise ConfigError(
+                "the selector of a block drafter goes with neither a Markov head nor a pruned "
+                "draft vocabulary"
             )
 
     def window(self, layer: int) -> int | None:
@@ -352,6 +394,7 @@ class EngineConfig(EngineOptions):
         differ fails.
       greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: see
         `greedy_shapes`.
+      drafts_blocks: the drafter is one of blocks; the engine sets it.
       rounds_per_call: rounds that one call of such a batch runs; None: see
         `round_shapes.rounds_per_call`.
       dtype: of weights and activations.
@@ -371,6 +414,7 @@ class EngineConfig(EngineOptions):
     max_waiting: int = 4096
     check_replicas: bool = False
     greedy_rounds: bool | None = None
+    drafts_blocks: bool = False
     rounds_per_call: int | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     programs_folder: Path | None = None
@@ -413,8 +457,8 @@ class EngineConfig(EngineOptions):
     @property
     def lookahead(self) -> int:
         """Number of positions past the committed length that a round may write: the drafter's 2J
-        rows."""
-        return max(1, 2 * self.num_draft)
+        rows, or the J+1 real rows of a block drafter and J+1 of its block."""
+        return max(1, 2 * (self.num_draft + self.drafts_blocks))
 
     @property
     def pages_per_seq(self) -> int:

@@ -24,7 +24,14 @@ from peagle_jax.parallel import mailboxes, partition
 from peagle_jax.parallel.mailboxes import Mailboxes, table_shape
 from peagle_jax.parallel.partition import AXIS, Messages
 from peagle_jax.parallel.replicas import checksums
-from peagle_jax.parallel.shares import Cut, Path, cut_of, local_attention, share_of
+from peagle_jax.parallel.shares import (
+    Cut,
+    Path,
+    attention_at,
+    cut_of,
+    local_attention,
+    share_of,
+)
 from peagle_jax.parallel.stacks import Stacks
 
 _WHOLE = PartitionSpec()
@@ -341,8 +348,7 @@ def local_modules(model: nnx.Module, config: TargetConfig | DrafterConfig, count
     """
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Attention):
-            layer = 0 if path[0] == "first" else path[1] + isinstance(config, DrafterConfig)
-            module.config = local_attention(config.attention(layer), count)
+            module.config = local_attention(attention_at(config, path), count)
     return model
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from peagle_jax.config import EngineConfig
 from peagle_jax.method import step
-from peagle_jax.method.drafter import Drafter
+from peagle_jax.method.drafter import Drafter, with_num_draft
 from peagle_jax.method.plan import DecodePlan, PrefillPlan, RequestParams
 from peagle_jax.method.verify import Verdict, verify
 from peagle_jax.models import Decoder
@@ -85,8 +85,11 @@ class Rig:
         slots = np.where(taking_part, everyone, self.config.max_num_seqs).astype(np.int32)
         return taking_part, slots, self.page_table * taking_part[:, None]
 
-    def prefill(self, state: step.State, start, end, *, final: bool = True, rows=None):
-        """Sends text[start:end] of every sequence (of `rows`); ends the prompts if `final`."""
+    def prefill(
+        self, state: step.State, start, end, *, final: bool = True, rows=None, num_draft=None
+    ):
+        """Sends text[start:end] of every sequence (of `rows`); ends the prompts if `final`, with
+        `num_draft` (J) drafts."""
         B, T = self.num_rows, self.config.prefill_chunk
         start, end = (np.broadcast_to(np.asarray(x, np.int32), B) for x in (start, end))
         taking_part, slots, page_table = self._only(rows)
@@ -104,7 +107,8 @@ class Rig:
             constrained=np.zeros(B, np.int32),
             params=self._params(np.full(B, self.config.num_draft)),
         )
-        return self._jitted[0](self.target, self.drafter, state, plan)
+        drafter = with_num_draft(self.drafter, num_draft or self.config.num_draft)
+        return self._jitted[0](self.target, drafter, state, plan)
 
     def round(
         self, state: step.State, accepted, *, right=None, rows=None, num_draft=None, pending=None
@@ -115,10 +119,8 @@ class Rig:
         The first `right` drafts say what the text says, the others do not; without it, those that
         may survive are right. Only the first `pending` (J) of them are proposals.
         """
-        drafter = self.drafter
-        if num_draft is not None:
-            drafter = replace(drafter, num_draft=num_draft)
         B, J = self.num_rows, self.config.num_draft
+        drafter = with_num_draft(self.drafter, J if num_draft is None else num_draft)
         ahead = np.asarray(state.length)[:B, None] + 1 + np.arange(J)
         truth = self.padded[np.arange(B)[:, None], ahead]
         wrong = (truth + 1) % self.target.config.vocab_size

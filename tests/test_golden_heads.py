@@ -5,6 +5,7 @@ The drafter's logits are seen through `draft_sampling="sample"`: at temperature 
 probabilities are their softmax.
 """
 
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from peagle_jax.method import drafter as serving
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.drafter import Proposal, make_drafter
 from peagle_jax.training import passes as training
+from peagle_jax.training.picked import pick
 from peagle_jax.training.texts import Blocks
 from peagle_jax.training.trainer import split_model
 from tests.rounds import Rig
@@ -27,6 +29,7 @@ from tests.rounds import Rig
 GOLDEN = Path(__file__).parent / "golden"
 TRAINED = ("peagle-1", "peagle-4", "peagle-pruned", "peagle-norms")
 PEAGLE = (*TRAINED, "peagle-qwen3")  # the last has sliding windows, which are served only
+BLOCKS = ("dflash", "dflash2", "dspark")
 EAGLE = ("eagle3", "eagle31")
 ATOL = 5e-4  # logits and log-probabilities; both reach 20
 ANCHORS = (0, 3, 9, 12, 16, 20)  # prompts of P = anchor + 1 tokens; 0, 9 and 20 are golden
@@ -48,7 +51,9 @@ def head(name: str) -> DraftHead:
 
 
 def num_draft(name: str) -> int:
-    return expected(name)["chain_logits" if name in PEAGLE else "ttt_logits"].shape[name in PEAGLE]
+    return expected(name)["ttt_logits" if name in EAGLE else "chain_logits"].shape[
+        name not in EAGLE
+    ]
 
 
 def draft_ids(head: DraftHead) -> np.ndarray:
@@ -61,14 +66,14 @@ def log_softmax(logits) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=-1))
 
 
-def serving_rig(name: str) -> Rig:
-    """The golden text in every slot, drafted for by head `name`."""
+def serving_rig(name: str, sampling: str = "sample") -> Rig:
+    """The golden text in every slot, drafted for by head `name`; samples ignore its selector."""
     K, text = num_draft(name), expected("sequence")["tokens"]
     config = EngineConfig(
         num_draft=K, max_num_seqs=len(ANCHORS), max_model_len=40, page_size=4, prefill_chunk=21,
-        draft_sampling="sample",
+        draft_sampling=sampling,
     )  # fmt: skip
-    drafter = make_drafter(head(name), K, "sample")
+    drafter = make_drafter(head(name), K, sampling, selector=sampling == "argmax")
     return Rig(target(), drafter, config, np.tile(text, (len(ANCHORS), 1)))
 
 
@@ -113,16 +118,40 @@ def test_the_engine_drafts_with_the_golden_logits(parallel):
             np.testing.assert_allclose(got, log_softmax(logits), atol=ATOL)
 
 
-@pytest.fixture(scope="module", params=EAGLE)
-def autoregressive(request):
-    """As `parallel`, of an EAGLE-3 head whose fed-back drafts are the tokens of the text."""
+def by_the_text(name: str) -> dict[int, list[np.ndarray]]:
+    """As `served`, where the drafts that a head sees are the tokens of the text."""
     text = jnp.asarray(np.pad(expected("sequence")["tokens"], (0, 12)), jnp.int32)
     real = serving._choose
 
     def choose(head, logits, positions, inputs, sampling):
         return Proposal(text[positions], real(head, logits, positions, inputs, sampling).probs)
 
-    return request.param, served(request.param, choose)
+    return served(name, choose)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_engine_drafts_blocks_with_the_golden_logits(name):
+    seen = by_the_text(name) if name == "dspark" else served(name)
+    golden = zip(expected(name)["chain_anchor"], expected(name)["chain_logits"], strict=True)
+    for anchor, logits in golden:
+        assert len(seen[anchor]) >= (1 if anchor == 0 else 2), "once by prefill, once by a round"
+        for got in seen[anchor]:
+            np.testing.assert_allclose(got, log_softmax(logits), atol=2e-5)
+
+
+def test_the_selector_of_a_block_drafter_takes_the_golden_walk():
+    rig = serving_rig("dflash2", "argmax")
+    state, _ = rig.prefill(rig.new_state(), 0, np.array(ANCHORS) + 1)
+    drafts = np.asarray(state.drafts)[
+        [ANCHORS.index(a) for a in expected("dflash2")["chain_anchor"]]
+    ]
+    np.testing.assert_array_equal(drafts, expected("dflash2")["walk"])
+
+
+@pytest.fixture(scope="module", params=EAGLE)
+def autoregressive(request):
+    """As `parallel`, of an EAGLE-3 head whose fed-back drafts are the tokens of the text."""
+    return request.param, by_the_text(request.param)
 
 
 @pytest.mark.sampled(0, slow=1)
@@ -250,3 +279,39 @@ def test_logits_loss_and_gradient_of_the_training_time_test_are_the_golden_ones(
     np.testing.assert_allclose(value, want["ttt_loss"], rtol=1e-4)
     got = grads["first.hidden_norm.weight"]
     np.testing.assert_allclose(got, want["grad_hidden_norm"], rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("anchors", [None, 6])
+def test_logits_loss_and_gradient_of_blocks_are_the_golden_ones(anchors):
+    """With some anchors and with all; a window that is longer than the text is none."""
+    want, K, run, tutor = expected("dflash"), num_draft("dflash"), target_run(), target()
+    (S,), chain = run.tokens.shape[1:], want["chain_anchor"]
+    mask = np.r_[expected("sequence")["loss_mask"], np.zeros(K, int)]
+    trained = load_head(GOLDEN / "dflash", tutor.config, dtype="float32")
+    for layer in trained.layers:
+        layer.attention.config = replace(layer.attention.config, window=None)
+    params, merge = split_model(trained)
+    # The golden anchors weigh most, so they are among those that are picked.
+    weight = jnp.zeros((1, S)).at[0, chain].set(1.0)
+    picked = anchors and pick(jax.random.key(0), jnp.ones((1, S), bool), weight, anchors)
+    columns = [list(range(S) if picked is None else picked.slots[0]).index(a) for a in chain]
+    used = np.zeros((K, S if picked is None else anchors), bool)
+    for column, anchor in zip(columns, chain, strict=True):
+        used[:, column] = [mask[anchor + d + 2] > 0 for d in range(K)]
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def loss(params):
+        model, valid = merge(params), jnp.ones((1, S), bool)
+        rows = training.block_rows(model, tutor, run, valid, options(K), picked)
+        decay = jnp.exp(-jnp.arange(K) / 4)[:, None] * used
+        rows = rows._replace(used=used.reshape(1, -1), importance=decay.reshape(1, -1))
+        outcome = training.compare(model, tutor, run, options(K), rows)
+        return outcome.total / (used.sum() + 1e-5), model.logits(tutor, rows.out)[0]
+
+    (value, logits), grads = loss(params)
+    logits = np.asarray(logits).reshape(*used.shape, -1)[:, columns]
+    np.testing.assert_allclose(np.swapaxes(logits, 0, 1), want["chain_logits"], atol=2e-5)
+    np.testing.assert_allclose(value, want["block_loss"], rtol=1e-5)
+    got = grads["context_norm.weight"]
+    np.testing.assert_allclose(got, want["grad_context_norm"], rtol=1e-4, atol=1e-6)

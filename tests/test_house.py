@@ -299,7 +299,7 @@ def test_models_are_plain_trees(family):
     with nnx.set_graph_mode(False):
         tiny.target(family=family, qk_norm=family == "qwen3", tie_embeddings=family == "qwen3")
         target = load_target(golden / family, dtype="float32")
-        for method in ("peagle", "eagle3"):
+        for method in ("peagle", "eagle3", "dflash"):
             head = tiny.head(method, draft_vocab_size=50, fc_norm=True, own_embedding=False)
             params, merge = split_model(head)
             assert len(split_model(merge(params))[0]) == len(params)

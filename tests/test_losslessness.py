@@ -110,7 +110,9 @@ def test_plain_decoding_equals_recomputing_everything(engine_of, naive):
 
 @pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("num_draft", [5, 2, 7, 1])
-@pytest.mark.parametrize("method", ["peagle", "selector", "lattice", "eagle3"])
+@pytest.mark.parametrize(
+    "method", ["peagle", "selector", "lattice", "eagle3", "dflash", "dflash2", "dspark"]
+)
 def test_output_is_unchanged_by_a_random_head(engine_of, naive, method, num_draft):
     assert run(engine_of(method, num_draft)) == naive
 
@@ -152,7 +154,7 @@ def test_output_is_unchanged_by_chunked_prefill(target, naive, chunk, rows, smal
 
 
 @pytest.mark.sampled(1, slow=1)
-@pytest.mark.parametrize("method", ["selector", "none", "lattice", "peagle", "eagle3"])
+@pytest.mark.parametrize("method", ["selector", "none", "lattice", "peagle", "eagle3", "dflash2"])
 def test_output_is_unchanged_by_preemption(target, naive, method):
     head = None if method == "none" else tiny.head(method)
     config = engine_config(num_draft=0 if head is None else 3, num_pages=34, max_num_seqs=4)
@@ -162,7 +164,7 @@ def test_output_is_unchanged_by_preemption(target, naive, method):
 
 
 @pytest.mark.sampled(0, slow=1)
-@pytest.mark.parametrize("method", ["selector", "lattice", "peagle", "none", "eagle3"])
+@pytest.mark.parametrize("method", ["selector", "lattice", "peagle", "none", "eagle3", "dflash2"])
 def test_a_preempted_request_goes_on_as_if_it_had_stayed(target, method):
     """Sampled tokens and counts too: both programs draw the same tokens and make the same next
     drafts.
@@ -216,7 +218,7 @@ def test_bfloat16_differs_only_at_ties(target):
 
 @pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("drafts", ["changing K", "block", "sample", "argmax"])
-@pytest.mark.parametrize("method", ["selector", "lattice", "peagle", "eagle3"])
+@pytest.mark.parametrize("method", ["selector", "lattice", "peagle", "eagle3", "dspark", "dflash2"])
 def test_sampled_output_has_the_targets_law(method, drafts, monkeypatch, num_cases):
     """Joint law of the first three tokens after a prompt, vocabulary 4, against exact
     probabilities.

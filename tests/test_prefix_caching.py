@@ -89,7 +89,7 @@ def test_answers_after_a_hit_are_those_of_a_cold_engine(engine, sampling):
 
 
 @pytest.mark.sampled(1, slow=1)
-@pytest.mark.parametrize("method", ["none", "peagle", "eagle3", "windowed head"])
+@pytest.mark.parametrize("method", ["none", "peagle", "eagle3", "windowed head", "dflash"])
 @pytest.mark.parametrize("family", [name for name in tiny.FAMILIES if name != "llama"])
 def test_every_family_answers_alike_cold_and_warm(family, method):
     """With windows a text is found from where the ring of its slot, or a saved one, holds the

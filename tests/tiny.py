@@ -11,11 +11,13 @@ from flax import nnx
 from jax.tree_util import PyTreeDef
 
 from peagle_jax.config import (
+    BlockConfig,
     DrafterConfig,
     ExpertsConfig,
     GlobalAttention,
     TargetConfig,
 )
+from peagle_jax.method.block_head import make_head
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder, build
 from peagle_jax.models.layers import AttentionRows
@@ -55,6 +57,27 @@ HEAD = DrafterConfig(
     taps=(0, 1, 2),
     mask_token_id=1,
 )
+
+_BLOCK = dict(method="dflash", qk_norm=True, own_embedding=False, own_lm_head=False)
+METHODS = {
+    "eagle3": dict(method="eagle3", num_layers=1),
+    "selector": dict(selector_rank=8),
+    "lattice": dict(selector_rank=8, selector_kind="lattice"),
+    "dflash": _BLOCK | dict(block=BlockConfig(causal=(False, False))),
+    "dflash2": _BLOCK
+    | dict(
+        block=BlockConfig(causal=(False, True), conv_taps=2, conv_group=8),
+        selector_rank=8,
+        sliding_windows=(9, 5),
+    ),
+    "dspark": _BLOCK
+    | dict(
+        block=BlockConfig(causal=(False, False), drafts_from_newest=True, markov_rank=8),
+        own_embedding=True,
+        own_lm_head=True,
+    ),
+}
+"""What the head of a method has other than `HEAD`."""
 
 ONE_LAYER = dict(num_layers=1)
 HEAD_OF_ONE_LAYER = dict(num_layers=1, num_taps=1, taps=(0,))
@@ -144,7 +167,7 @@ def _parts(
     config: TargetConfig | DrafterConfig, seed: int, dtype: str, vectors: bool
 ) -> tuple[list[jax.Array], PyTreeDef]:
     """Leaves and structure of a random model. To draw them costs more than many a test."""
-    make = build if isinstance(config, TargetConfig) else DraftHead
+    make = build if isinstance(config, TargetConfig) else make_head
     model = loud(make(config, dtype=dtype, rngs=nnx.Rngs(seed)), seed, vectors=vectors)
     return jax.tree.flatten(model)
 
@@ -156,12 +179,7 @@ def target(seed: int = 0, dtype: str = "float32", **changes) -> Decoder:
 
 def head(method: str = "peagle", seed: int = 1, dtype: str = "float32", **changes) -> DraftHead:
     """A random head of a method; "selector" and "lattice" are P-EAGLE with a selector of a kind."""
-    own = {
-        "eagle3": dict(method="eagle3", num_layers=1),
-        "selector": dict(selector_rank=8),
-        "lattice": dict(selector_rank=8, selector_kind="lattice"),
-    }
-    config = replace(HEAD, **(own.get(method, {}) | changes))
+    config = replace(HEAD, **(METHODS.get(method, {}) | changes))
     leaves, structure = _parts(config, seed, dtype, False)
     return jax.tree.unflatten(structure, leaves)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from peagle_jax.checkpoint.block_json import block_head_config, is_block
 from peagle_jax.checkpoint.converted import Converted
 from peagle_jax.checkpoint.head_json import drafter_config
 from peagle_jax.checkpoint.layout import Layout
@@ -68,11 +69,12 @@ def checked_head(
         rename = head_names(checkpoint.tensors)
         names = {name.removeprefix("model.") for name in checkpoint.names()}
         if "fc.weight" not in names:
-            raise CheckpointError("no fc.weight; this is not an EAGLE-3 or P-EAGLE head")
+            raise CheckpointError("no fc.weight; this is not an EAGLE-3, P-EAGLE or DFlash head")
         fc = checkpoint.info(rename("fc.weight")).shape
         if len(fc) != 2:
             raise CheckpointError(f"fc.weight has shape {fc}, not two dimensions")
-        config = drafter_config(folder, target, names, fc[1], taps)
+        read = block_head_config if is_block(names) else drafter_config
+        config = read(folder, target, names, fc[1], taps)
         layout = head_layout(config, checkpoint.tensors)
         _check_flags(checkpoint)
         _check_d2t(checkpoint, config)

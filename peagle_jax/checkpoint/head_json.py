@@ -65,6 +65,24 @@ _OWN_KEYS = {
     "trained_length",
     "selector_rank",
     "selector_kind",
+    # Of block drafters, see `block_json`.
+    "aux_hidden_state_layer_ids",
+    "block_size",
+    "confidence_head_with_markov",
+    "conv_group_size",
+    "conv_kernel_size",
+    "dflash_config",
+    "enable_confidence_head",
+    "input_embedding_scale",
+    "markov_head_type",
+    "markov_rank",
+    "num_anchors",
+    "num_target_layers",
+    "output_multiplier",
+    "sample_from_anchor",
+    "selector_top_k",
+    "sliding_window_non_causal",
+    "target_layer_ids",
 }
 """Keys of a head that say nothing about its layers."""
 
@@ -346,22 +364,27 @@ def head_json(config: DrafterConfig, max_position: int, dtype: str) -> dict:
     return raw
 
 
-def speculators_json(config: DrafterConfig, target: TargetConfig, dtype: str) -> dict:
-    """config.json of a head in the nested form of speculators; `target` is its verifier."""
+def speculators_config(config: DrafterConfig, target: TargetConfig) -> dict:
+    """`speculators_config` of a head; `target` is its verifier."""
     depth = config.trained_num_draft or 7
     proposal = dict(
         proposal_type="greedy", speculative_tokens=depth, accept_tolerance=0.0, verifier_accept_k=1
     )
+    return {
+        "algorithm": config.method,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {"architectures": [ARCHITECTURES[target.family]], "name_or_path": None},
+    }
+
+
+def speculators_json(config: DrafterConfig, target: TargetConfig, dtype: str) -> dict:
+    """config.json of a head in the nested form of speculators; `target` is its verifier."""
     is_peagle = config.method == "peagle"
     return {
         "architectures": ["PEagleDraftModel" if is_peagle else "Eagle3DraftModel"],
         "speculators_model_type": config.method,
-        "speculators_config": {
-            "algorithm": config.method,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"architectures": [ARCHITECTURES[target.family]], "name_or_path": None},
-        },
+        "speculators_config": speculators_config(config, target),
         "transformer_layer_config": {
             "model_type": "qwen3" if config.qk_norm else "llama",
             **decoder_json(config, dtype),

@@ -20,7 +20,7 @@ from peagle_jax.checkpoint.loader import load_like
 from peagle_jax.checkpoint.values import MXFP4_NAN
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.devices import Devices
-from peagle_jax.method.draft_head import DraftHead
+from peagle_jax.method.block_head import make_head
 from peagle_jax.models import build
 from peagle_jax.models.quant import fp8_scale, fp8_values, quantize_fp8
 
@@ -177,7 +177,7 @@ class _Spec(NamedTuple):
 @cache
 def _whole_shapes(config: TargetConfig | DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of all unquantised parameters, before they are shared."""
-    make = build if isinstance(config, TargetConfig) else DraftHead
+    make = build if isinstance(config, TargetConfig) else make_head
     model = nnx.eval_shape(lambda: make(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     return {name: leaf.shape for name, leaf in by_name(model).items()}
 

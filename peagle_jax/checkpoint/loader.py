@@ -21,6 +21,7 @@ from peagle_jax.checkpoint.assembly import (
     Sharing,
     stored_dtype,
 )
+from peagle_jax.checkpoint.block_json import block_head_json, block_speculators_json
 from peagle_jax.checkpoint.checked import checked_head, checked_target, naming
 from peagle_jax.checkpoint.converted import Converted, joined, open_checkpoint
 from peagle_jax.checkpoint.fields import named, read_config
@@ -46,6 +47,7 @@ from peagle_jax.checkpoint.target_json import target_unread_keys
 from peagle_jax.checkpoint.target_writer import target_json
 from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.devices import ONE_DEVICE, Devices, local_modules
+from peagle_jax.method.block_head import make_head
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder, build
 from peagle_jax.models.quant import quantize_fp8
@@ -224,7 +226,8 @@ def load_head(
     taps: Sequence[int] | None = None,
     devices: Devices = ONE_DEVICE,
 ) -> DraftHead:
-    """A P-EAGLE or EAGLE-3 head in the AWS, SafeAILab, SpecForge, NeMo or speculators layout.
+    """A P-EAGLE or EAGLE-3 head in the AWS, SafeAILab, SpecForge, NeMo or speculators layout, or a
+    block drafter in that of z-lab, DeepSpec or speculators.
 
     Args:
       folder: config.json and safetensors, or a converted head.
@@ -241,7 +244,7 @@ def load_head(
     _name_unread_keys(folder, head_unread_keys)
     with naming(folder):
         layout.check("the head")
-        head = nnx.eval_shape(lambda: DraftHead(config, dtype=dtype, rngs=nnx.Rngs(0)))
+        head = nnx.eval_shape(lambda: make_head(config, dtype=dtype, rngs=nnx.Rngs(0)))
         _fill(head, layout, checkpoint, dtype, None, devices)
     return head
 
@@ -275,7 +278,7 @@ def load_like(
         layout = (target_layout if is_target else head_layout)(config, checkpoint.tensors)
     layout.check("the engine's model")
     dtype, is_fp8 = like.norm.weight.dtype, any(x.dtype == FP8 for x in jax.tree.leaves(like))
-    make = build if is_target else DraftHead
+    make = build if is_target else make_head
     model = nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
     quantization = "fp8" if is_fp8 and not layout.quantized else None
     _fill(model, layout, checkpoint, dtype, quantization, devices)
@@ -316,14 +319,17 @@ def save_head(
     dtype: str = "bfloat16",
     selector: bool = True,
 ) -> None:
-    """Writes a head in the AWS layout (P-EAGLE) or the SafeAILab layout (EAGLE-3): `midlayer.*`.
+    """Writes a head in the AWS layout (P-EAGLE) or the SafeAILab layout (EAGLE-3): `midlayer.*`; a
+    block drafter in the layout of z-lab, with a Markov head in that of DeepSpec.
 
-    `d2t` (int64 offsets) and `t2d` (bool) are always written, as those files have them. `selector`
-    False leaves the head's selector out, which other programs do not support.
+    `d2t` (int64 offsets) and `t2d` (bool) are written with the first two, as those files have them,
+    and of a block drafter with a pruned vocabulary. `selector` False leaves the head's selector
+    out, which other programs do not support.
     """
     config = head.config if selector else replace(head.config, selector_rank=0)
     tensors = _head_arrays(head, config, head_tensors(config, jnp.dtype(dtype)))
-    _write_folder(Path(folder), head_json(config, max_position, dtype), tensors)
+    made = head_json if config.block is None else block_head_json
+    _write_folder(Path(folder), made(config, max_position, dtype), tensors)
 
 
 def save_speculators_head(
@@ -332,7 +338,8 @@ def save_speculators_head(
     """Writes a head for `target` in the layout of speculators, without its selector."""
     config = replace(head.config, selector_rank=0)
     tensors = _head_arrays(head, config, head_tensors(config, jnp.dtype(dtype), "layers.0"))
-    _write_folder(Path(folder), speculators_json(config, target, dtype), tensors)
+    made = speculators_json if config.block is None else block_speculators_json
+    _write_folder(Path(folder), made(config, target, dtype), tensors)
 
 
 def _head_arrays(
@@ -340,6 +347,8 @@ def _head_arrays(
 ) -> dict[str, np.ndarray]:
     """The tensors named in `like`, `d2t` and `t2d`."""
     tensors = _tensors_of(head, head_layout(config, like), like)
+    if head.d2t is None and config.block is not None:
+        return tensors
     d2t = tensors.setdefault("d2t", np.zeros(config.draft_vocab_size, np.int64))
     tensors["t2d"] = np.zeros(config.vocab_size, bool)
     tensors["t2d"][np.arange(len(d2t)) + d2t] = True

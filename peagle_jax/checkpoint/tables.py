@@ -204,6 +204,38 @@ def _head_layer(table: Table, i: int, path: Path, base: str, config: DrafterConf
     _mlp(*mlp, D, config.intermediate_size, bias=config.mlp_bias)
 
 
+def _block_layers(table: Table, config: DrafterConfig) -> None:
+    """Layers of a block drafter, and what it has beside them."""
+    D, V, block = config.hidden_size, config.vocab_size, config.block
+    table.vector(("context_norm", "weight"), "hidden_norm.weight", D)
+    for i in range(config.num_layers):
+        path, base = ("layers", i), f"layers.{i}"
+        table.vector((*path, "input_norm", "weight"), f"{base}.input_layernorm.weight", D)
+        _attention(table, (*path, "attention"), f"{base}.self_attn", config.attention(i), (D, D))
+        table.vector((*path, "post_norm", "weight"), f"{base}.post_attention_layernorm.weight", D)
+        _mlp(table, (*path, "mlp"), f"{base}.mlp", D, config.intermediate_size)
+        for conv in ("attention_conv", "mlp_conv") if block.conv_taps else ():
+            table.plain(
+                (*path, conv, "base"), [f"{base}.{conv}.base_kernel"], (2, block.conv_taps, D)
+            )
+            table.plain(
+                (*path, conv, "delta", "weight"),
+                [f"{base}.{conv}.kernel_projection.weight"],
+                (2 * block.conv_taps * (D // block.conv_group), D),
+            )
+    if (rank := config.selector_rank) > 0:
+        for part, name in (("before", "predecessor"), ("after", "successor")):
+            name = f"candidate_selector.{name}_codebook"
+            name = f"{name}.weight" if table.has(f"{name}.weight") else name
+            table.plain(("selector", part), [name], (V, rank))
+        hidden = ["candidate_selector.hidden_projection.weight"]
+        table.plain(("selector", "hidden", "weight"), hidden, (rank, D))
+    if (rank := block.markov_rank) > 0:
+        table.plain(("markov_before", "weight"), ["markov_head.markov_w1.weight"], (V, rank))
+        rows = config.draft_vocab_size
+        table.plain(("markov_after", "weight"), ["markov_head.markov_w2.weight"], (rows, rank))
+
+
 def _head(table: Table, config: DrafterConfig, first: str) -> None:
     D, width = config.hidden_size, config.target_hidden_size
     fused = config.num_taps * width
@@ -216,15 +248,18 @@ def _head(table: Table, config: DrafterConfig, first: str) -> None:
     table.plain(("fc", "weight"), ["fc.weight"], (D, fused))
     if config.method == "peagle":
         table.flat(("mask_hidden",), "mask_hidden", fused, axes=3)
-    _head_layer(table, 0, ("first",), first, config)
-    for i in range(1, config.num_layers):
-        _head_layer(table, i, ("layers", i - 1), f"layers.{i}", config)
+    if config.block is not None:
+        _block_layers(table, config)
+    else:
+        _head_layer(table, 0, ("first",), first, config)
+        for i in range(1, config.num_layers):
+            _head_layer(table, i, ("layers", i - 1), f"layers.{i}", config)
     table.vector(("norm", "weight"), "norm.weight", D)
     if config.own_lm_head:
         table.plain(("lm_head", "weight"), ["lm_head.weight"], (config.draft_vocab_size, D))
     if config.draft_vocab_size != config.vocab_size:
         table.integers(("d2t",), "d2t", config.draft_vocab_size)
-    if config.selector_rank:
+    if config.selector_rank and config.block is None:
         _selector(table, config)
 
 
@@ -250,7 +285,13 @@ def head_layout(config: DrafterConfig, tensors: Mapping[str, TensorInfo]) -> Lay
         rename("d2t"): "the draft vocabulary is the target's",
         rename("t2d"): "d2t says the same",
     }
-    return table.layout(reasons.get)
+
+    def drop(name: str) -> str | None:
+        if config.block is not None and name.removeprefix("model.").startswith("confidence_head."):
+            return "the number of drafts does not depend on the head's confidence"
+        return reasons.get(name)
+
+    return table.layout(drop)
 
 
 def head_names(tensors: Mapping[str, TensorInfo]) -> Callable[[str], str]:

@@ -156,7 +156,7 @@ class ModelOptions(EngineOptions):
         NOT_EMPTY,
         metavar="DIR",
     )
-    method: Literal["peagle", "eagle3", "none", None] = option(
+    method: Literal["peagle", "eagle3", "dflash", "none", None] = option(
         None, "drafting method; none decodes without drafts (default: the head's own)"
     )
     num_speculative_tokens: int = option(

@@ -35,7 +35,13 @@ _log = logging.getLogger(__name__)
 TIE_NATS = 0.05
 """bfloat16 only: tokens within this log-probability (nats) of the most likely one count as ties."""
 
-METHOD_NAMES = {"none": "plain", "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "own": "own drafter"}
+METHOD_NAMES = {
+    "none": "plain",
+    "eagle3": "EAGLE-3",
+    "peagle": "P-EAGLE",
+    "dflash": "DFlash",
+    "own": "own drafter",
+}
 _WARM_UP_TOKENS = 8
 _TIE_CANDIDATES = 5
 

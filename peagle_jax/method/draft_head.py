@@ -10,7 +10,7 @@ from flax import nnx
 
 from peagle_jax.config import DrafterConfig
 from peagle_jax.method.lattice import Lattice
-from peagle_jax.method.selector import Selector, Tables
+from peagle_jax.method.selector import Selector, Tables, TableSelector
 from peagle_jax.models.layers import (
     INIT_STD,
     Attend,
@@ -26,8 +26,12 @@ from peagle_jax.models.rope_angles import rope_angles
 from peagle_jax.parallel import vocabulary
 
 
-def selector_class(config: DrafterConfig) -> type[Selector] | type[Lattice]:
+def selector_class(
+    config: DrafterConfig,
+) -> type[Selector] | type[Lattice] | type[TableSelector]:
     """That of a head's selector."""
+    if config.block is not None:
+        return TableSelector
     return Lattice if config.selector_kind == "lattice" else Selector
 
 
@@ -61,8 +65,10 @@ class FirstLayer(nnx.Module):
 
 
 class DraftHead(nnx.Module):
-    """Weights of a head and its forward pass over rows. The drafter classes below arrange the
-    rows."""
+    """Weights of a head and its forward pass over rows, which the classes of `drafter` arrange.
+
+    `block_head.BlockHead` has other layers between the same ends.
+    """
 
     def __init__(self, config: DrafterConfig, *, dtype, rngs: nnx.Rngs):
         D, eps = config.hidden_size, config.norm_eps
@@ -79,15 +85,7 @@ class DraftHead(nnx.Module):
             [RMSNorm(config.target_hidden_size, eps=eps, dtype=dtype) for _ in range(norms)]
         )
         self.fc = Linear(fused, D, bias=False, std=INIT_STD, dtype=dtype, rngs=rngs)
-        self.mask_hidden = (
-            nnx.Param(jax.random.normal(rngs.params(), (fused,), dtype))
-            if config.method == "peagle"
-            else None
-        )
-        self.first = FirstLayer(config, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List(
-            [DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(1, config.num_layers)]
-        )
+        self._add_layers(config, dtype=dtype, rngs=rngs)
         self.norm = RMSNorm(D, eps=eps, dtype=dtype)
         self.lm_head = (
             Linear(D, config.draft_vocab_size, bias=False, std=INIT_STD, dtype=dtype, rngs=rngs)
@@ -101,6 +99,18 @@ class DraftHead(nnx.Module):
         )
         self.selector = (
             selector_class(config)(config, dtype=dtype, rngs=rngs) if config.selector_rank else None
+        )
+
+    def _add_layers(self, config: DrafterConfig, *, dtype, rngs: nnx.Rngs) -> None:
+        fused = config.num_taps * config.target_hidden_size
+        self.mask_hidden = (
+            nnx.Param(jax.random.normal(rngs.params(), (fused,), dtype))
+            if config.method == "peagle"
+            else None
+        )
+        self.first = FirstLayer(config, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(1, config.num_layers)]
         )
 
     def fuse(self, taps: jax.Array) -> jax.Array:

@@ -1,5 +1,5 @@
 """Drafts of a head: EAGLE-3 with any number of layers, run in parallel (P-EAGLE) or
-autoregressively.
+autoregressively; and of a block drafter (DFlash).
 
 Slot p of the drafter combines the embedding of token x_{p+1} with the target's tapped state g_p,
 has RoPE position p, and predicts x_{p+2} (docs/algorithm.md, "Positions: shift by one"). P-EAGLE
@@ -15,10 +15,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.activations import whole_rows
 from pallas_kernels.candidate_walk.api import candidate_walk
+from peagle_jax.method.block_head import BlockHead
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.sampling import draft_keys, probabilities, sample_rows
 from peagle_jax.method.selector import Tables, candidates, sampled_walk, walk
-from peagle_jax.models.cache import LayerCache, PagedAttention
+from peagle_jax.models.cache import LayerCache, PageCache, PagedAttention
+from peagle_jax.models.layers import Attention, AttentionRows
+from peagle_jax.models.rope_angles import rope_angles
 from peagle_jax.parallel import partition, vocabulary
 
 
@@ -122,8 +125,12 @@ def candidate_scores(
 def _scored(
     head: DraftHead, target, tables: Tables | None, out, logits
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `candidate_scores`, and the best candidates [B, J] given those before; `out` may have more
-    rows."""
+    """As `candidate_scores`, and the best candidates [B, J] given those before.
+
+    Args:
+      tables: of `DraftHead.tables`; None: the products of the edges are computed here.
+      out: [B, J or more, D], the layers' output.
+    """
     J = logits.shape[1]
     if tables is None:
         draft_ids, scores = candidate_scores(head, target, out[:, :J], logits)
@@ -138,21 +145,13 @@ def _scored(
 
 def _select(
     head: DraftHead,
-    target,
-    tables: Tables | None,
-    out,
-    logits,
+    scored: tuple[jax.Array, jax.Array, jax.Array],
     positions,
     inputs: DraftInputs,
     sampling: Sampling,
 ) -> Proposal:
-    """Drafts that the head's selector chooses, see `_choose`.
-
-    Args:
-      tables: of `DraftHead.tables`; None: the products of the edges are computed here.
-      out: [B, J or more, D], the layers' output.
-    """
-    draft_ids, scores, taken = _scored(head, target, tables, out, logits)
+    """Drafts that the head's selector chooses, see `_choose`; `scored` is as of `_scored`."""
+    draft_ids, scores, taken = scored
     ids = head.to_target_ids(draft_ids)
     chosen = lambda taken: jnp.take_along_axis(ids, taken[..., None], axis=-1)[..., 0]
     with partition.over(1):
@@ -211,9 +210,8 @@ class ParallelDrafter:
         drafted_at = inputs.start[:, None] + picked[:, :J] + 2
         logits = self.head.logits(target, out)[:, :J]
         if self.selects:
-            proposal = _select(
-                self.head, target, self.tables, out, logits, drafted_at, inputs, self.sampling
-            )
+            scored = _scored(self.head, target, self.tables, out, logits)
+            proposal = _select(self.head, scored, drafted_at, inputs, self.sampling)
         else:
             proposal = _choose(self.head, logits, drafted_at, inputs, self.sampling)
         return proposal, cache
@@ -256,6 +254,105 @@ class AutoregressiveDrafter:
         return _absorb(self.head, target, inputs, cache)
 
 
+@dataclass(frozen=True)
+class PagedBlocks:
+    """`block_head.BlockAttend` over pages: of each sequence the rows [num_real of the context | T
+    of the block | padding] at positions `start` and up.
+
+    One call writes their keys and values, as a round of P-EAGLE writes its mask rows: those of the
+    block are stale when it is over, and the next call overwrites them before any row reads them.
+    """
+
+    inputs: DraftInputs
+    num_rows: int  # T, 0 for the context alone
+
+    def __call__(self, attention: Attention, is_causal: bool, context, x, cache):
+        inputs, T = self.inputs, self.num_rows
+        (B, C, _), num_real = context.shape, inputs.num_real[:, None]
+        rows = jnp.minimum(jnp.arange(whole_rows(B, C + T)), C + T - 1)
+        positions = inputs.start[:, None] + rows
+        if T:
+            pad = ((0, 0), (0, len(rows) - C), (0, 0))
+            own = jnp.broadcast_to(jnp.clip(rows - num_real, 0, T - 1), positions.shape)
+            own = jnp.take_along_axis(x, own[..., None], axis=1)
+            is_context = (rows < num_real)[..., None]
+            context = jnp.where(is_context, jnp.pad(context, pad, mode="edge"), own)
+        else:
+            context = jnp.take(context, rows, axis=1)
+        config = attention.config
+        angles = rope_angles(config.rope, config.head_dim, positions)
+        paged = PagedAttention(inputs.page_table, inputs.slots, positions)
+        q, cache = paged.write(AttentionRows(attention, context, angles), cache)
+        if not T:
+            return None, cache
+        at = num_real + jnp.arange(T)
+        q = jnp.take_along_axis(q, at[..., None, None], axis=1)
+        seen, window = inputs.start[:, None] + at, config.window
+        if not is_causal:
+            # All rows see what the last one sees, and the window reaches back from the first one.
+            seen = jnp.broadcast_to(seen[:, -1:], seen.shape)
+            window = None if window is None else window + T
+        if isinstance(cache, PageCache):  # keys past the page table are not written
+            seen = jnp.minimum(seen, inputs.page_table.shape[1] * cache.k.shape[1] - 1)
+        scale = config.head_dim**-0.5
+        out = replace(paged, positions=seen).read(q, cache, window=window, scale=scale, sinks=None)
+        return out.reshape(B, T, -1), cache
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockDrafter:
+    """DFlash: one pass over the newest token and masks, which see the context and each other.
+
+    With `selects` the head's selector chooses the drafts.
+    """
+
+    head: BlockHead
+    num_draft: int = field(metadata=dict(static=True))
+    sampling: Sampling = field(metadata=dict(static=True))
+    selects: bool = field(default=False, metadata=dict(static=True))
+
+    def propose(self, target, inputs: DraftInputs, cache: list[LayerCache]):
+        """Example: K = 3 and num_real = 2 give the block [x_c, mask, mask, mask] at positions c ..
+        c+3, c = start + 2; the row at c+i predicts x_{c+i}. A head that drafts from the newest
+        token has the block [x_c, mask, mask], whose row at c+i predicts x_{c+i+1}."""
+        head, K = self.head, self.num_draft
+        last = jnp.maximum(inputs.num_real[:, None] - 1, 0)
+        newest = jnp.take_along_axis(inputs.tokens, last, axis=1)  # [B, 1]
+        masks = jnp.full((len(newest), K), head.config.mask_token_id, jnp.int32)
+        tokens = jnp.concatenate([newest, masks], axis=1)
+        tokens = tokens[:, :K] if head.config.block.drafts_from_newest else tokens
+        attend = PagedBlocks(inputs, tokens.shape[1])
+        out, cache = head(target, tokens, head.context(inputs.taps), cache, attend)
+        out = out[:, -K:]
+        logits = head.logits(target, out)
+        positions = inputs.start[:, None] + last + 2 + jnp.arange(K)
+        if self.selects:
+            scored = self._scored(newest[:, 0], out, logits)
+            return _select(head, scored, positions, inputs, self.sampling), cache
+        if head.markov_before is None:
+            return _choose(head, logits, positions, inputs, self.sampling), cache
+        proposals, before = [], newest
+        for i in range(K):
+            at = slice(i, i + 1)
+            given = head.after_token(logits[:, at], before)
+            proposals.append(_choose(head, given, positions[:, at], inputs, self.sampling))
+            before = proposals[-1].tokens
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *proposals), cache
+
+    def _scored(self, newest, out, logits):
+        """As `_scored`, by a `selector.TableSelector`."""
+        ids, values = candidates(logits, self.head.config.draft_vocab_size)
+        scores = values[..., None, :] + self.head.selector(newest, self.head.norm(out), ids)
+        with partition.over(1):  # all devices have all candidates
+            return ids, scores, walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
+
+    def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]):
+        context, attend = self.head.context(inputs.taps), PagedBlocks(inputs, 0)
+        layers = zip(self.head.layers, cache, strict=True)
+        return [attend(layer.attention, False, context, None, each)[1] for layer, each in layers]
+
+
 def absorbed(drafter: Drafter, target, inputs: DraftInputs, cache: list) -> list:
     """`Drafter.absorb`, or the cache as it is."""
     return drafter.absorb(target, inputs, cache) if hasattr(drafter, "absorb") else cache
@@ -278,9 +375,11 @@ def make_drafter(
     `target` the selector's tables, 2 Vd r numbers. Without them each round multiplies what its
     edges need, as several devices do.
     """
-    if head.config.method != "peagle":
+    selects = selector and head.selector is not None
+    if isinstance(head, BlockHead):
+        return BlockDrafter(head, num_draft, sampling, selects)
+    if head.config.method == "eagle3":
         return AutoregressiveDrafter(head, num_draft, sampling)
     mask_state = head.fuse(head.mask_hidden[...][None])[0]
-    selects = selector and head.selector is not None
     tables = head.tables(target) if selects and target is not None else None
     return ParallelDrafter(head, mask_state, num_draft, sampling, selects, tables)

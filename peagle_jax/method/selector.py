@@ -100,6 +100,42 @@ class Selector(nnx.Module):
         return Tables(before, self.keys(unembedding))
 
 
+class TableSelector(nnx.Module):
+    """The selector of DFlash2: its edges are products of rows of two tables, and draft 1 has edges
+    from the token before it.
+
+        edge_d(a, b) = < before[a] * hidden h_d, after[b] >
+    """
+
+    def __init__(self, config: DrafterConfig, *, dtype, rngs: nnx.Rngs):
+        V, rank = config.vocab_size, config.selector_rank
+        table = lambda: nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (V, rank), dtype))
+        self.before, self.after = table(), table()
+        self.hidden = Linear(
+            config.hidden_size, rank, bias=False, std=INIT_STD, dtype=dtype, rngs=rngs
+        )
+
+    def __call__(self, newest: jax.Array, hidden: jax.Array, ids: jax.Array) -> jax.Array:
+        """Edges from the candidates a of each position to those of the next, b.
+
+        Args:
+          newest: [B] int32, the token before the first draft.
+          hidden: [B, J, D], the head's normed states.
+          ids: [B, J, C] int32, candidates.
+        Returns:
+          [B, J, C, C] float32; of the first position all rows are equal.
+        """
+        first = jnp.broadcast_to(newest[:, None, None], ids[:, :1].shape)
+        before = self.before[...][jnp.concatenate([first, ids[:, :-1]], axis=1)]
+        return jnp.einsum(
+            "...ar,...cr->...ac",
+            before * self.hidden(hidden)[..., None, :],
+            self.after[...][ids],
+            precision=_precision(before),
+            preferred_element_type=jnp.float32,
+        )
+
+
 def _precision(x: jax.Array):
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 

@@ -164,7 +164,7 @@ def cut_of(
         weight_shape = shape  # a bias has one axis less than its weight
     if path[0] == "selector":
         return None
-    if module in ("embed", "lm_head"):
+    if module in ("embed", "lm_head", "markov_before", "markov_after"):
         return Cut(0, (Part(shape[0], 1),), vocabulary_rows(shape[0], num_devices))
     if leaf == "sinks":
         return Cut(0, (Part(shape[0], shape[0]),))
@@ -202,17 +202,19 @@ def _in_blocks(part: Part, path: Path, num_devices: int) -> Part:
     return Part(part.size // BLOCK, part.pieces)
 
 
-def _attention_at(config: TargetConfig | DrafterConfig, path: Path) -> AttentionConfig:
+def attention_at(config: TargetConfig | DrafterConfig, path: Path) -> AttentionConfig:
+    """The attention of the layer that holds the module at `path`, with the heads of all devices."""
     if path[0] == "first":
         return config.attention(0)
-    return config.attention(path[1] + isinstance(config, DrafterConfig))
+    has_first = isinstance(config, DrafterConfig) and config.block is None
+    return config.attention(path[1] + has_first)
 
 
 def _rows(config, path: Path, weight_shape: Sequence[int]) -> tuple[Part, ...]:
     if path[-2] == "gate_up":
         inner = weight_shape[0] // 2
         return (Part(inner, inner), Part(inner, inner))
-    attention = _attention_at(config, path)
+    attention = attention_at(config, path)
     N, K, H = attention.num_heads, attention.num_kv_heads, attention.head_dim
     others = 1 if attention.shared_kv else 2
     return (Part(N * H, N), *[Part(K * H, K)] * others)
@@ -221,5 +223,5 @@ def _rows(config, path: Path, weight_shape: Sequence[int]) -> tuple[Part, ...]:
 def _columns(config, path: Path, weight_shape: Sequence[int]) -> tuple[Part, ...]:
     if path[-2] == "down":
         return (Part(weight_shape[1], weight_shape[1]),)
-    attention = _attention_at(config, path)
+    attention = attention_at(config, path)
     return (Part(attention.num_heads * attention.head_dim, attention.num_heads),)

@@ -126,7 +126,8 @@ def _head(args) -> None:
         return
     target = load_weights(args.target, None, method="none", dtype=dtype)[0]
     if args.states_gb is not None:
-        states.write_states(target, config.default_taps, folder, most_gb=args.states_gb)
+        taps = plan.head.taps or config.default_taps
+        states.write_states(target, taps, folder, most_gb=args.states_gb)
         target = states.without_layers(target, plan.head.num_layers)
     made = _train_head(args, plan, target, texts, dtype)
     if args.selector and args.method == "peagle":
@@ -145,10 +146,10 @@ def _train_head(args, plan, target, texts, dtype: str) -> Path:
     from peagle_jax.training.mask_token import mask_token
 
     config = plan.head
-    if args.method == "peagle":
+    if args.method != "eagle3":
         mask = mask_token(args.mask_token_id, args.target, target.config, texts)
         config = replace(config, mask_token_id=mask)
-    if drafter.can_copy_layers(config, target):
+    if config.block is None and drafter.can_copy_layers(config, target):
         config = replace(config, qk_norm=target.config.qk_norm)
     with_selector = args.selector and args.method == "peagle"
     length = recipe.Length(steps=plan.shape.steps, minutes=args.minutes)

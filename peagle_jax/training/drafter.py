@@ -11,6 +11,7 @@ from flax import nnx
 from pallas_kernels import dispatch
 from peagle_jax.checkpoint.head_json import check_fit
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
+from peagle_jax.method.block_head import make_head
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.training.acceptance import lengths
@@ -21,6 +22,7 @@ from peagle_jax.training.passes import (
     Outcome,
     Rows,
     Run,
+    block_rows,
     compare,
     paced,
     pick_anchors,
@@ -62,19 +64,20 @@ def _parallel_rows(head, target, text: Text, taps, options: LossOptions, key):
     return run, rows, blocks.depth[:, None]
 
 
-def _unrolled_rows(head, target, text: Text, taps, options: LossOptions, key):
-    """EAGLE-3: (the target's run, trained rows, their depths [1, T])."""
+def _rows_of_texts(head, target, text: Text, taps, options: LossOptions, key):
+    """EAGLE-3 and DFlash: (the target's run, trained rows, their depths [1, T])."""
     run, valid = run_target(target, text, taps), slot_is_trained(text)
     picked = pick_anchors(run, valid, options, key)
-    rows = unrolled_rows(head, target, run, valid, options, picked)
+    make = unrolled_rows if head.config.block is None else block_rows
+    rows = make(head, target, run, valid, options, picked)
     depth = np.repeat(np.arange(options.num_depths), rows.at.shape[1] // options.num_depths)
     return run, rows, depth[None]
 
 
 def head_loss(merge, taps, options: LossOptions, params, target: Decoder, text, key):
-    """The training loss of either method; see `trainer.Task`."""
+    """The training loss of a head of any method; see `trainer.Task`."""
     head = merge(cast(params, options.dtype))
-    trained_rows = _parallel_rows if head.config.method == "peagle" else _unrolled_rows
+    trained_rows = _parallel_rows if head.config.method == "peagle" else _rows_of_texts
     run, rows, depth = trained_rows(head, target, text, taps, options, key)
     outcome = compare(head, target, run, options, rows)
     return outcome.total, (outcome.count, _by_depth(outcome, depth))
@@ -83,8 +86,9 @@ def head_loss(merge, taps, options: LossOptions, params, target: Decoder, text, 
 def all_rows(head, target: Decoder, run: Run, valid, options: LossOptions) -> Rows:
     """Every anchor at every depth, [B, num_depths * S]; `used` where the engine could draft."""
     B, S = valid.shape
-    if head.config.method == "eagle3":
-        return unrolled_rows(head, target, run, valid, options)
+    if head.config.method != "peagle":
+        make = unrolled_rows if head.config.block is None else block_rows
+        return make(head, target, run, valid, options)
     rows = text_rows(head, target, run, valid, Blocks((B,) * options.num_depths), options)
     by_text = lambda x: jnp.moveaxis(x.reshape(-1, B, *x.shape[1:]), 0, 1)
     return Rows(*(by_text(x).reshape(B, -1, *x.shape[2:]) for x in rows))
@@ -117,7 +121,7 @@ def init_head(
         raise ConfigError("the head must be as wide as the target: it starts from its embedding")
     width = config.num_taps * config.target_hidden_size
     check_fit(config, target.config, width, "--method " + config.method)
-    head = DraftHead(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    head = make_head(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     if head.embed is not None:
         head.embed.weight[...] = target.embed.weight[...].astype(jnp.float32)
         head.embed = TrainedEmbed(head.embed)
@@ -143,7 +147,7 @@ def can_copy_layers(config: DrafterConfig, target: Decoder) -> bool:
     Biases of one axis may be missing in the head; it has no place for scales and experts.
     """
     config = replace(config, qk_norm=target.config.qk_norm)
-    make = lambda: DraftHead(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    make = lambda: make_head(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
     own, given = nnx.eval_shape(make).layers, target.layers
     if not 0 < len(own) <= len(given) or target.config.family == "gemma4":
         return False

@@ -1,4 +1,4 @@
-"""The token of P-EAGLE's mask rows: one that no text has."""
+"""The token of mask rows: one that no text has."""
 
 import re
 from pathlib import Path

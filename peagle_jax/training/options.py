@@ -79,9 +79,11 @@ def _add_synthesize(commands) -> None:
 
 def _add_head_shape(parser) -> None:
     parser.add_argument(
-        "--method", choices=("peagle", "eagle3"), default="peagle", help="kind of head"
+        "--method", choices=("peagle", "eagle3", "dflash"), default="peagle", help="kind of head"
     )
-    parser.add_argument("--layers", type=int, help="default 4 for peagle, 1 for eagle3")
+    parser.add_argument(
+        "--layers", type=int, help="default 4 for peagle, 5 for dflash, 1 for eagle3"
+    )
     _add_share(parser)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a training row")
     parser.add_argument("--step-tokens", type=int, default=16_384, help="tokens of a step")

@@ -1,9 +1,10 @@
 """Forward passes of the frozen target and of a head over a batch of texts, and their comparison.
 
 Element (a, d), slot p = a + d, drafts x_{p+2}; its label is the target's output distribution at
-position p + 1. P-EAGLE trains all elements in one pass; EAGLE-3 unrolls its feedback.
+position p + 1. P-EAGLE and DFlash train all elements in one pass; EAGLE-3 unrolls its feedback.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,10 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
+from peagle_jax.config import ConfigError
+from peagle_jax.method.block_head import BlockHead
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder
 from peagle_jax.models.cache import PageCache, PagedAttention
 from peagle_jax.training.attention import UnrolledAttention
+from peagle_jax.training.blocks import TextBlocks
 from peagle_jax.training.embedding import MaskedRows, TrainedEmbed
 from peagle_jax.training.objective import (
     Table,
@@ -31,6 +35,7 @@ from peagle_jax.training.weights import anchor_weights, pace_weights
 
 _PAGE_SIZE = 64  # positions; a block of keys of the attention kernels
 _STEP_DECAY = 0.8  # EAGLE-3: unrolled step s weighs _STEP_DECAY**s
+_BLOCK_DECAY = 4.0  # DFlash: draft d of a block weighs exp(-d / _BLOCK_DECAY), for blocks of eight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,3 +320,36 @@ def unrolled_rows(
         used.append(chosen(valid & _ahead(valid, s)))
         importance.append((used[-1] * _STEP_DECAY**s * weight).astype(jnp.float32))
     return Rows(*(jnp.concatenate(x, axis=1) for x in (outs, at, used, importance)))
+
+
+def block_rows(
+    head: BlockHead,
+    target: Decoder,
+    run: Run,
+    valid: jax.Array,
+    options: LossOptions,
+    picked: Picked | None = None,
+) -> Rows:
+    """A block drafter over a block behind each anchor: Rows [B, num_depths * P], depth by depth.
+
+    Raises:
+      ConfigError: the head has parts that are not trained here.
+    """
+    if head.markov_before is not None:
+        raise ConfigError("heads with a Markov head are not trained")
+    (B, S), K = run.tokens.shape, options.num_depths
+    slots = jnp.broadcast_to(jnp.arange(S), (B, S)) if picked is None else picked.slots
+    chosen = lambda x: x if picked is None else jnp.take_along_axis(x, slots, axis=1)
+    newest = chosen(_ahead(run.tokens, 1)).reshape(-1, 1)
+    masks = K - head.config.block.drafts_from_newest
+    tokens = jnp.pad(newest, ((0, 0), (0, masks)), constant_values=head.config.mask_token_id)
+    cache = [None] * head.config.num_layers
+    out, _ = head(target, tokens, head.context(run.taps), cache, TextBlocks(slots, picked))
+    out = jnp.moveaxis(out[:, -K:].reshape(B, -1, K, out.shape[-1]), 2, 1)  # [B, K, P, D]
+    weight = chosen(jnp.broadcast_to(_anchor_weights(run, options), (B, S)))
+    at = [_positions(slots + d, S) for d in range(K)]
+    used = [chosen(valid & _ahead(valid, d)) for d in range(K)]
+    importance = [u * math.exp(-d / _BLOCK_DECAY) * weight for d, u in enumerate(used)]
+    join = lambda parts: jnp.concatenate(parts, axis=1)
+    importance = join(importance).astype(jnp.float32)
+    return Rows(out.reshape(B, -1, out.shape[-1]), join(at), join(used), importance)

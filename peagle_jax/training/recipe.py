@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
-from peagle_jax.method.draft_head import DraftHead
+from peagle_jax.config import BlockConfig, ConfigError, DrafterConfig, TargetConfig
+from peagle_jax.method.block_head import make_head
 from peagle_jax.models import build
 from peagle_jax.training.passes import HeadOptions
 from peagle_jax.training.texts import kept_shares
@@ -86,34 +86,45 @@ def head_config(
       length: tokens of a training row.
       share: "embedding" and "unembedding": tables of the target in place of the head's own.
     """
-    peagle = method == "peagle"
+    peagle, dflash = method == "peagle", method == "dflash"
+    share = ("embedding", "unembedding") if dflash else share
     if draft_vocab is not None and (draft_vocab > target.vocab_size or "unembedding" in share):
         raise ConfigError(
             f"--draft-vocab {draft_vocab}: the target has {target.vocab_size} tokens, "
             "and a shared unembedding has all"
         )
+    num_layers = layers or {"peagle": 4, "dflash": 5}.get(method, 1)
+    taps = spread_taps(target) if dflash else None
     return DrafterConfig(
         method=method,
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab or target.vocab_size,
         hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
-        num_layers=layers or (4 if peagle else 1),
+        num_layers=num_layers,
         num_heads=target.num_heads,
         num_kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
         intermediate_size=target.mlp_size(target.num_layers - 1),
         norm_eps=target.norm_eps,
         rope=target.rope,
-        num_taps=len(target.default_taps),
-        taps=None,
-        mask_token_id=mask_token_id if peagle else None,
+        num_taps=len(taps or target.default_taps),
+        taps=taps,
+        mask_token_id=None if method == "eagle3" else mask_token_id,
         own_embedding=peagle and "embedding" not in share,
         own_lm_head="unembedding" not in share,
         trained_num_draft=8 if peagle else 7,
         trained_length=length,
-        qk_norm=False,
+        qk_norm=dflash,
+        block=BlockConfig(causal=(False,) * num_layers) if dflash else None,
     )
+
+
+def spread_taps(target: TargetConfig) -> tuple[int, ...]:
+    """Five taps, or as many as there are, from the output of layer 1 to that of layer L - 3: what
+    released block drafters read."""
+    last = max(1, target.num_layers - 3)
+    return tuple(sorted({1 + round(1 + i * (last - 1) / 4) for i in range(5)}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +180,15 @@ def _run(plan, out, length, seed, *, optimizer: str, rate: float, weight_decay: 
 
 
 def head_options(plan: "Plan", texts: Path, dtype: str) -> HeadOptions:
-    """Half of the anchors of each text are trained; the selector takes all."""
+    """Half of the anchors of each text are trained, a quarter of a block drafter's, whose anchors
+    have rows for all depths; the selector takes all."""
     return HeadOptions(
         texts=texts,
         batch=plan.shape.batch,
         num_depths=plan.head.trained_num_draft,
         dtype=dtype,
         loss_chunk=loss_chunk(plan.target.vocab_size),
-        anchors=plan.shape.length // 2,
+        anchors=plan.shape.length // (4 if plan.head.block else 2),
     )
 
 
@@ -195,11 +207,13 @@ class Plan:
 
     @property
     def head_weights(self) -> int:
-        return num_weights(lambda: DraftHead(self.head, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+        return num_weights(lambda: make_head(self.head, dtype=jnp.float32, rngs=nnx.Rngs(0)))
 
     @property
     def rows(self) -> float:
         """Rows of the head for each token: its own, and those of deeper drafts."""
+        if self.head.block is not None:
+            return 1 + 0.25 * (1 + self.head.trained_num_draft)
         kept = kept_shares(self.head.trained_num_draft)
         deep = float(kept.sum()) if self.head.method == "peagle" else len(kept)
         return 1 + 0.5 * (deep - 1)  # half of the anchors are picked

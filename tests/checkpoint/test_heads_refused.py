@@ -1,5 +1,6 @@
 """Heads in every layout load alike; heads that would draft garbage are refused with a reason."""
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -9,13 +10,22 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from peagle_jax.checkpoint import CheckpointError, load_head, load_target, save_head, target_config
+from peagle_jax.checkpoint import (
+    CheckpointError,
+    load_head,
+    load_target,
+    save_head,
+    save_speculators_head,
+    target_config,
+)
 from peagle_jax.method.draft_head import DraftHead
 from tests.checkpoint.test_head_layouts import parts, write_head
+from tests.golden import layouts
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HEADS = ("peagle-1", "peagle-4", "peagle-pruned", "peagle-norms", "peagle-qwen3")
 HEADS += ("eagle3", "eagle31")
+BLOCKS = ("dflash", "dflash2", "dspark")
 
 
 @cache
@@ -36,22 +46,65 @@ def check_equal(head: DraftHead, other: DraftHead) -> None:
     assert all(np.array_equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [*HEADS, *BLOCKS])
 def test_the_speculators_layout_states_the_depth_of_training(name):
     depth = {"peagle-1": 4, "peagle-4": 8, "peagle-pruned": 6, "eagle3": 3, "eagle31": 3}
+    depth |= {"dflash": 4, "dflash2": 3, "dspark": 3}
     head = load_head(GOLDEN / name, target(), dtype="float32")
     assert head.config.trained_num_draft == depth.get(name, 5)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [*HEADS, *BLOCKS])
 def test_saving_a_head_and_loading_it_gives_it_back(name, tmp_path):
     head = load_head(GOLDEN / name, target(), dtype="float32")
     head.config = replace(head.config, logit_scale=0.5)
     save_head(head, tmp_path, max_position=512, dtype="float32")
     check_equal(load_head(tmp_path, target(), dtype="float32"), head)
-    assert set(parts(name)[1]) - {"d2t", "t2d"} == {
+    held = {key for key in parts(name)[1] if not key.startswith("confidence_head.")}
+    assert held - {"d2t", "t2d"} == {
         key.replace("midlayer.", "layers.0.") for key in load_file(tmp_path / "model.safetensors")
     } - {"d2t", "t2d"}
+
+
+@pytest.mark.parametrize("name", layouts.BLOCK_LAYOUTS)
+def test_a_block_drafter_in_another_layout_is_the_same_head(name, tmp_path, caplog):
+    layout = layouts.BLOCK_LAYOUTS[name]
+    folder = write_head(tmp_path, *layout.convert(*parts(layout.source)))
+    found = load_head(folder, target(), dtype="float32")
+    check_equal(found, load_head(GOLDEN / layout.source, target(), dtype="float32"))
+    assert found.config.taps == (2, 4, 5)
+    assert not caplog.records, "no key of the released forms is unknown"
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_a_block_drafter_is_written_as_speculators_writes_it(name, tmp_path):
+    head = load_head(GOLDEN / name, target(), dtype="float32")
+    save_speculators_head(head, tmp_path, target(), dtype="float32")
+    check_equal(load_head(tmp_path, target(), dtype="float32"), head)
+    raw, golden = (json.loads((f / "config.json").read_text()) for f in (tmp_path, GOLDEN / name))
+    for key in ("speculators_model_type", "architectures", "block_size", "sample_from_anchor"):
+        assert raw[key] == golden[key]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("dflash", {"architectures": ["DFlareDraftModel"]}, "'DFlareDraftModel' is not supported"),
+        ("dflash", {"dflash_config": {"use_swa": True}}, "use_swa"),
+        ("dflash", {"block_size": None}, "states no block_size"),
+        ("dflash", {"aux_hidden_state_layer_ids": None}, "give the head's taps by --taps"),
+        ("dflash", {"mask_token_id": None}, "states no mask_token_id"),
+        ("dflash2", {"selector_top_k": 8}, "selector_top_k 8 is not supported, 16 is"),
+        ("dflash2", {"conv_group_size": 48}, "must divide"),
+        ("dflash2", {"conv_kernel_size": 0}, "unused|without a place"),
+        ("dspark", {"markov_head_type": "gated"}, "markov_head_type 'gated' is not supported"),
+    ],
+)
+def test_block_drafters_that_cannot_run_are_refused(name, changes, message, tmp_path):
+    config, tensors = parts(name)
+    write_head(tmp_path, config | changes, tensors)
+    with pytest.raises(CheckpointError, match=message):
+        load_head(tmp_path, target(), dtype="float32")
 
 
 def test_an_eagle3_head_shares_what_it_does_not_own(tmp_path):
@@ -138,7 +191,7 @@ REFUSED = [
     ("peagle-1", config_with(mask_token_id=256), "256 lies outside"),
     ("peagle-1", without("mask_hidden"), "holds no mask_hidden"),
     ("peagle-1", with_tensor("mask_hidden", lambda t: t["mask_hidden"][..., :64]), "has shape"),
-    ("peagle-1", without("fc.weight"), "not an EAGLE-3 or P-EAGLE head"),
+    ("peagle-1", without("fc.weight"), "not an EAGLE-3, P-EAGLE or DFlash head"),
     ("peagle-1", with_tensor("fc.weight", lambda t: t["mask_hidden"].ravel()), "two dim"),
     ("peagle-4", without("layers.2.mlp.up_proj.weight"), "up_proj.weight' is missing"),
     ("peagle-1", without("layers.0.hidden_norm.weight"), "is missing"),

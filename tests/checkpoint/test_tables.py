@@ -19,7 +19,7 @@ from peagle_jax.checkpoint.tables import (
     target_tensors,
 )
 from peagle_jax.config import TargetConfig
-from peagle_jax.method.draft_head import DraftHead
+from peagle_jax.method.block_head import make_head
 from peagle_jax.models import build
 from peagle_jax.presets import PRESETS
 from tests import tiny
@@ -69,7 +69,7 @@ def test_the_released_20b_head_has_a_place_for_every_tensor(tmp_path):
     found.check("the head")
     assert {*found.dropped} == {"d2t", "t2d"}
     shapes = made(found, tensors)
-    head = nnx.eval_shape(lambda: DraftHead(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
+    head = nnx.eval_shape(lambda: make_head(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
     params = dict(nnx.to_flat_state(nnx.state(head)))
     assert shapes == {path: param.shape for path, param in params.items()}
     count = sum(map(prod, shapes.values()))

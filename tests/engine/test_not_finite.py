@@ -19,7 +19,7 @@ LENGTHS = (3, 9, 17, 5)
 PROMPTS = [np.random.default_rng(i).integers(2, 100, n).tolist() for i, n in enumerate(LENGTHS)]
 BAD = 120  # the token whose embedding is NaN; no prompt holds it
 HEALTHY = [SamplingParams(max_tokens=MAX_TOKENS, temperature=t, seed=7) for t in (0.0, 1.0)]
-METHODS = [("peagle", 3), ("eagle3", 2), ("none", 0)]
+METHODS = [("peagle", 3), ("eagle3", 2), ("dflash", 3), ("none", 0)]
 FAMILIES = ["llama", "qwen3_moe", "gpt_oss"]
 
 
@@ -129,7 +129,7 @@ def test_one_number_of_any_matrix_is_found(family, number):
 
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
-@pytest.mark.parametrize(("method", "num_draft"), METHODS[:2])
+@pytest.mark.parametrize(("method", "num_draft"), METHODS[:3])
 def test_a_drafter_of_nan_costs_its_drafts_and_nothing_else(method, num_draft, draft_sampling):
     target = tiny.target()
     broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), tiny.head(method))

@@ -55,8 +55,8 @@ def test_descriptions_tell_values_apart():
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_trees_of_all_families_are_described(family):
     target, found = tiny.target(**tiny.FAMILIES[family]), set()
-    for method in ("peagle", "eagle3"):
+    for method in ("peagle", "eagle3", "dflash"):
         drafter = make_drafter(tiny.head(method), 2, "argmax")
         found.add(describe_tree(jax.tree.structure((target, drafter))))
-    assert len(found) == 2
+    assert len(found) == 3
     assert not any("0x" in text for text in found)

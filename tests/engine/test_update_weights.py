@@ -83,7 +83,7 @@ def finish(engine: Engine, on_update=lambda request, tokens: None) -> None:
 
 
 @pytest.mark.sampled(0, slow=5)
-@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+@pytest.mark.parametrize("method", ["peagle", "eagle3", "dflash"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "gemma4", "mistral", "qwen2", "llama"])
 def test_texts_and_drafts_are_those_of_an_engine_made_from_the_weights(family, method):
     model = lambda seed: tiny.target(seed, **tiny.FAMILIES[family])

@@ -1,4 +1,4 @@
-"""Random P-EAGLE and EAGLE-3 heads on the Qwen3 target, run with speculators.
+"""Random heads of every method on the Qwen3 target, run with speculators.
 
 speculators trains heads and has no inference code, but its training forward with one anchor is
 inference: the elements (anchor a, depth 0..K-1) are the row of the sampled token and the mask rows
@@ -18,6 +18,10 @@ N-1 slots (`shift_batch`); slot p holds
 * The label distribution is over the draft vocabulary: target head rows of draft tokens, softmaxed.
 * The loss is forward KL(target || draft), a mean over masked elements of all depths with 1e-5
   added to their number (P-EAGLE), or the sum over steps of such means (EAGLE-3, decay 1.0).
+* DFlash shifts nothing: the block of anchor a has token x_a and masks at RoPE positions a, a+1, ..
+  and sees g_p of p < a, in a layer with a window W of p >= a - W. Row j predicts x_{a+j}, in DSpark
+  x_{a+j+1}. Labels and loss mask are those of the predicted token's row, the weight of the i-th
+  draft is exp(-i / 4).
 """
 
 from dataclasses import dataclass, field
@@ -31,6 +35,11 @@ from loguru import logger
 from speculators import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
 from speculators.model import SpeculatorModel
+from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.models.dflash import core as dflash_core
+from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
+from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+from speculators.models.dspark import core as dspark_core
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig, shift_batch
 from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 from speculators.models.peagle import core as peagle_core
@@ -50,7 +59,8 @@ VERIFIER = "tests/golden/qwen3"
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """One head to make: `num_draft` is K_train of P-EAGLE or the TTT steps of EAGLE-3.
+    """One head to make: `num_draft` is K_train of P-EAGLE, the TTT steps of EAGLE-3, or the drafts
+    of a block.
 
     `layer` overrides the decoder config, `flags` are speculators' own switches, `keep` names the
     weights that stay copies of the target's (speculators trains neither lm_head nor, for EAGLE-3,
@@ -70,6 +80,8 @@ class Head:
     shares: bool = False
     bfloat16: bool = False
 
+
+NARROW = dict(num_attention_heads=2, num_key_value_heads=1, intermediate_size=8)
 
 HEADS = {
     "peagle-1": Head(seed=21, num_draft=4, bfloat16=True),
@@ -108,7 +120,29 @@ HEADS = {
         flags=dict(norm_before_residual=True, fc_norm=True, norm_output=True),
         keep=("embed_tokens", "lm_head"),
     ),
+    "dflash": Head(  # the second layer slides, over all of the text, and is causal in the block
+        seed=31, num_layers=2, num_draft=4, algorithm="dflash", draft_vocab=PRUNED_VOCAB,
+        model_type="qwen3", keep=("embed_tokens",), bfloat16=True,
+        layer=NARROW | dict(use_sliding_window=True, sliding_window=64, max_window_layers=1),
+    ),
+    "dflash2": Head(  # shares the target's tables; windows that are narrower than the text
+        seed=32, num_draft=3, algorithm="dflash2", model_type="qwen3",
+        keep=("embed_tokens", "lm_head"), shares=True, bfloat16=True,
+        layer=NARROW | dict(use_sliding_window=True, sliding_window=6, max_window_layers=0),
+        flags=dict(conv_kernel_size=2, conv_group_size=16, selector_rank=8),
+    ),
+    "dspark": Head(
+        seed=33, num_draft=3, algorithm="dspark", model_type="qwen3", draft_vocab=PRUNED_VOCAB,
+        keep=("embed_tokens",), bfloat16=True, layer=NARROW, flags=dict(markov_rank=8),
+    ),
 }  # fmt: skip
+
+BLOCKS = {
+    "dflash": (DFlashDraftModel, DFlashSpeculatorConfig),
+    "dflash2": (DFlash2DraftModel, DFlash2SpeculatorConfig),
+    "dspark": (DSparkDraftModel, DSparkSpeculatorConfig),
+}
+"""Models and configs of block drafters."""
 
 
 def build(head: Head, target_folder: Path) -> SpeculatorModel:
@@ -122,8 +156,7 @@ def build(head: Head, target_folder: Path) -> SpeculatorModel:
     decoder = AutoConfig.for_model(head.model_type, **layer)
     decoder._attn_implementation = "eager"
     fields = dict(
-        transformer_layer_config=decoder, draft_vocab_size=head.draft_vocab,
-        eagle_aux_hidden_state_layer_ids=list(targets.TAPS), **head.flags,
+        transformer_layer_config=decoder, draft_vocab_size=head.draft_vocab, **head.flags,
         speculators_config=SpeculatorsConfig(
             algorithm=head.algorithm,
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=head.num_draft)],
@@ -131,9 +164,17 @@ def build(head: Head, target_folder: Path) -> SpeculatorModel:
             verifier=VerifierConfig.from_pretrained(str(target_folder)),
         ),
     )  # fmt: skip
+    taps = list(targets.TAPS)
+    if head.algorithm in BLOCKS:
+        make, config = BLOCKS[head.algorithm]
+        block_size = head.num_draft + (head.algorithm != "dspark")
+        fields |= dict(mask_token_id=MASK_TOKEN, block_size=block_size)
+        model = make(config(aux_hidden_state_layer_ids=taps, **fields))
+    else:
+        fields["eagle_aux_hidden_state_layer_ids"] = taps
     if head.algorithm == "peagle":
         model = PEagleDraftModel(PEagleSpeculatorConfig(mask_token_id=MASK_TOKEN, **fields))
-    else:
+    elif head.algorithm == "eagle3":
         model = Eagle3DraftModel(Eagle3SpeculatorConfig(**fields))
     if head.draft_vocab != VOCAB:
         d2t, t2d = vocab_mapping(head)
@@ -271,6 +312,47 @@ def record_eagle3(model, head: Head, batch: dict) -> dict[str, torch.Tensor]:
     }
 
 
+def record_block(model, head: Head, recorded: dict) -> dict[str, torch.Tensor]:
+    """The arrays of a block drafter, see `write`."""
+    names = dict(taps="hidden_states", last="verifier_last_hidden_states", tokens="input_ids")
+    batch = {names.get(name, name): array[None] for name, array in recorded.items()}
+    batch["document_ids"] = torch.zeros_like(batch["input_ids"])
+    del batch["target_logits"]
+    chain = torch.tensor(CHAIN_ANCHORS)
+    picked = (chain + 1, torch.ones(len(chain), dtype=torch.bool))
+    core, seen = {"dspark": dspark_core}.get(head.algorithm, dflash_core), []
+    norm = model.norm.register_forward_hook(lambda *call: seen.append(call[2][0].detach()))
+    eager = {}
+    if head.algorithm != "dflash":
+        eager["tv_loss_fn"] = resolve_loss_config("tv", "eager")["tv"][0]
+    metrics = mock.Mock(wraps=core.compute_metrics)
+    with (
+        mock.patch.object(dflash_core, "select_anchors", return_value=picked),
+        mock.patch.object(core, "compute_metrics", metrics),
+    ):
+        out = run(model, batch, max_anchors=len(chain), **eager)
+    norm.remove()
+    final = metrics.call_args.args[0] if metrics.called else out["logits"][0]
+    blocks = lambda x: x.detach().reshape(len(chain), -1, x.shape[-1])[:, -head.num_draft :]
+    arrays = {"chain_anchor": chain, "chain_logits": blocks(final)}
+    if head.algorithm == "dflash2":
+        arrays["walk"] = walk(model, recorded["tokens"][chain + 1], arrays["chain_logits"], seen[0])
+    if head.algorithm == "dflash":
+        arrays |= {"block_loss": out["loss"], "grad_context_norm": model.hidden_norm.weight.grad}
+    return arrays
+
+
+def walk(model, newest: torch.Tensor, unary: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """The drafts [anchors, K] of DFlash2's selector, each the best after the one before."""
+    states, before, taken = hidden.reshape(len(newest), -1, hidden.shape[-1]), newest, []
+    for i in range(unary.shape[1]):
+        h = states[:, i - unary.shape[1]]
+        ids, scores = model.candidate_selector.select(unary[:, i], h, before)
+        before = ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
+        taken.append(before)
+    return torch.stack(taken, dim=1)
+
+
 def write(name: str, recorded: dict[str, torch.Tensor], out: Path) -> None:
     """The checkpoint of head `name`, and expected/NAME.safetensors with, over n = N - 1 = 29 slots,
 
@@ -298,11 +380,22 @@ def write(name: str, recorded: dict[str, torch.Tensor], out: Path) -> None:
     ttt_logits           float [3, n, Vd] logits of x_{p+2+s}; zero where p + s >= n
     ttt_losses/ttt_loss  float [3], []    KL of step s over slots p < n - s with mask l_{p+1+s},
                                           against slot_labels[p + s]; and the sum of the three
+
+    and of block drafters chain_anchor and chain_logits as of P-EAGLE heads, of DSpark given the
+    true tokens before each draft, of DFlash2 before its selector, whose drafts are walk, int64
+    [3, K]; of DFlash
+
+    block_loss           float []         KL over the three blocks, a mean over rows with mask
+    grad_context_norm    float [64]       its gradient by hidden_norm
     """
     head = HEADS[name]
     model = build(head, out / "qwen3")
-    record = record_peagle if head.algorithm == "peagle" else record_eagle3
-    targets.save_expected(record(model, head, slots(recorded)), name, out)
+    if head.algorithm in BLOCKS:
+        arrays = record_block(model, head, recorded)
+    else:
+        record = record_peagle if head.algorithm == "peagle" else record_eagle3
+        arrays = record(model, head, slots(recorded))
+    targets.save_expected(arrays, name, out)
     model.config.speculators_config.verifier.name_or_path = VERIFIER
     if head.bfloat16:
         model.bfloat16()  # the gradients too, so after they are saved

@@ -134,6 +134,41 @@ def mask_of_shape(*shape: int) -> Callable[[dict, dict], Head]:
     )
 
 
+def zlab(config: dict, tensors: dict) -> Head:
+    """z-lab's DFlash: a flat Qwen3 config, ids of finished layers, block size and mask token in
+    `dflash_config`."""
+    inner = config["transformer_layer_config"]
+    moved = ("mask_token_id", "block_size", "conv_kernel_size", "conv_group_size")
+    options = {k: config[k] for k in (*moved, "selector_rank", "selector_top_k") if k in config}
+    options["target_layer_ids"] = [i - 1 for i in config["aux_hidden_state_layer_ids"]]
+    raw = inner | dict(
+        architectures=config["architectures"],
+        auto_map={"AutoModel": "dflash.DFlashDraftModel"},
+        dflash_config=options,
+        draft_vocab_size=config["draft_vocab_size"],
+        num_target_layers=8,
+    )
+    if "conv_kernel_size" in config:
+        raw["is_causal"] = False
+    return raw, tensors
+
+
+def deepspec(config: dict, tensors: dict) -> Head:
+    """DeepSpec's DSpark: a flat Qwen3 config with the target's keys, ids of finished layers."""
+    inner = config["transformer_layer_config"]
+    kept = ("mask_token_id", "block_size", "markov_rank", "markov_head_type", "draft_vocab_size")
+    raw = inner | {key: config[key] for key in kept}
+    raw |= dict(
+        architectures=["Qwen3DSparkModel"],
+        confidence_head_with_markov=True,
+        enable_confidence_head=True,
+        num_anchors=512,
+        num_target_layers=8,
+        target_layer_ids=[i - 1 for i in config["aux_hidden_state_layer_ids"]],
+    )
+    return raw, tensors
+
+
 @dataclass(frozen=True)
 class Layout:
     """`convert(config, tensors)` of the golden head `source`, in speculators' layout, gives a head
@@ -152,3 +187,10 @@ LAYOUTS = {
     "mask-hidden-2d": Layout("peagle-1", mask_of_shape(1, -1)),
     "mask-hidden-1d": Layout("peagle-1", mask_of_shape(-1)),
 }
+
+BLOCK_LAYOUTS = {
+    "zlab-dflash": Layout("dflash", zlab),
+    "zlab-dflash2": Layout("dflash2", zlab),
+    "deepspec-dspark": Layout("dspark", deepspec),
+}
+"""Of block drafters."""

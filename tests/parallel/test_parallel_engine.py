@@ -68,7 +68,8 @@ def target(family: str):
 
 @functools.cache
 def head(method: str):
-    return tiny.head(method, **HEADS, num_layers=1)
+    layers = {} if method in ("dflash2", "dspark") else dict(num_layers=1)
+    return tiny.head(method, **HEADS, **layers)
 
 
 def texts(engine: Engine, **params) -> list[list[int]]:
@@ -98,13 +99,21 @@ def check_lossless(count: int, model, wanted: list[list[int]], **changes) -> Non
     assert texts(Engine(model, head("eagle3"), config)) == wanted
 
 
-def test_two_devices_write_the_text_of_one():
-    """In float32 the parts of two devices round so little apart that these texts are equal."""
-    model = target("qwen3_moe")
-    one = texts(Engine(model, None, engine_config(1, num_draft=0)))
-    config = engine_config(2, num_draft=3, check_replicas=True)
-    two = Engine(model, head("peagle"), config)
-    assert texts(two) == one
+@pytest.mark.sampled(1, slow=2)
+@pytest.mark.parametrize("method", ["peagle", "dflash2", "dspark"])
+def test_two_devices_write_the_text_of_one(method):
+    """In float32 the parts of two devices round so little apart that these texts and drafts are
+    equal.
+    """
+    model, told = target("qwen3_moe"), SamplingParams(max_tokens=MAX_TOKENS)
+    run = lambda engine: [
+        (one.tokens, one.accepted_per_position) for one in engine.generate(prompts(), told)
+    ]
+    one = run(one_bucket(Engine(model, head(method), engine_config(1, num_draft=3))))
+    plain = texts(Engine(model, None, engine_config(1, num_draft=0)))
+    two = Engine(model, head(method), engine_config(2, num_draft=3, check_replicas=True))
+    assert run(one_bucket(two)) == one
+    assert [tokens for tokens, _ in one] == plain
     held = [leaf.sharding for leaf in jax.tree.leaves(two._state.target_cache)]
     assert all(isinstance(sharding, NamedSharding) for sharding in held)
     assert not any(sharding.is_fully_replicated for sharding in held)

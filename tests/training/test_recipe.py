@@ -32,7 +32,7 @@ def train(method: str, out: Path) -> None:
     save_texts(out / "text", tiny.TARGET.vocab_size, count=32)
     target = tiny.target()
     config = recipe.head_config(target.config, method=method, layers=2, mask_token_id=1)
-    config = replace(config, trained_num_draft=3, taps=(0, 1, 2))
+    config = replace(config, trained_num_draft=3, num_taps=3, taps=(0, 1, 2))
     options = head_options(texts=out / "text", batch=8, num_depths=3, eval_sequences=16)
     run = run_config(out, 40)
     task, merge = drafter.make_task(config, target, options, run)
@@ -55,7 +55,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.sampled(0, slow=2)
-@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+@pytest.mark.parametrize("method", ["peagle", "eagle3", "dflash"])
 def test_the_losses_fall(trained, method):
     out = trained(method)
     losses = [row["loss"] for row in rows(out, "train")]

@@ -17,7 +17,7 @@ CONFIG = EngineConfig(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["selector", "eagle3"])
+@pytest.mark.parametrize("method", ["selector", "eagle3", "dflash"])
 def test_a_head_learns_the_texts_of_its_target_and_drafts_them(method):
     target, head = tiny.target(**tiny.ONE_LAYER), tiny.head(method, num_taps=1, taps=(0,))
     engine = one_bucket(Engine(target, head, CONFIG))

@@ -41,6 +41,7 @@ def resolve_config(
         config,
         num_draft=0 if is_plain else config.num_draft,
         adaptive="off" if is_plain else config.adaptive,
+        drafts_blocks=not is_plain and drafter.method == "dflash",
         gather=config.gather if config.tensor_parallel == 1 else devices.gather,
         max_model_len=min(config.max_model_len, target.max_position),
     )
