@@ -31,7 +31,9 @@ def models() -> Models:
 
 
 def test_greedy_rounds_are_those_of_the_engine(models):
-    config = EngineConfig(num_draft=K, max_num_seqs=4, max_model_len=96, page_size=4, max_logprobs=0)
+    config = EngineConfig(
+        num_draft=K, max_num_seqs=4, max_model_len=96, page_size=4, max_logprobs=0
+    )
     engine = one_bucket(Engine(models.target, models.heads["peagle"], config))
     done = engine.generate(PROMPTS, SamplingParams(max_tokens=40))
     texts = as_text(PROMPTS, [one.tokens for one in done])
