@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -70,6 +71,7 @@ class Options(CellOptions, EngineOptions):
         controlled-step
       selector: give P-EAGLE heads a selector of rank N, 256 as in trained heads; rows of the kind
         selector-step
+      selector_kind: its kind; lattice: that of LiLiCorr
       synthetic_acceptance_length: accept as many drafts as give X tokens per round on average, 1 to
         K+1; without it a head with random weights decides, whose drafts are hardly ever accepted
       prompt_tokens: tokens per prompt
@@ -87,6 +89,7 @@ class Options(CellOptions, EngineOptions):
     variants: tuple[str, ...] = ()
     presence_penalty: float = 0.0
     selector: int = 0
+    selector_kind: Literal["pairs", "lattice"] = "pairs"
     synthetic_acceptance_length: float | None = None
     prompt_tokens: int = 512
     max_tokens: int = 512
@@ -264,7 +267,7 @@ def _shaped_engine(options: Options, variant: Variant, group: tuple[int, ...]) -
 def _shapes(options: Options) -> Models:
     methods = dict.fromkeys(variant.method for variant in variants(options))
     return Models.random(
-        preset(options.preset, options.layers, options.selector),
+        preset(options.preset, options.layers, options.selector, options.selector_kind),
         list(methods),
         dtype=runs.choose_dtype(options.dtype),
         num_devices=options.tensor_parallel,
@@ -274,7 +277,7 @@ def _shapes(options: Options) -> Models:
 
 def _measured(options: Options, environment: dict) -> Iterator[dict]:
     """A row of each cell. One that does not fit into memory is skipped with a message."""
-    chosen = preset(options.preset, options.layers, options.selector)
+    chosen = preset(options.preset, options.layers, options.selector, options.selector_kind)
     todo = variants(options)
     _ = options.params  # its mistakes show before weights are made
     if options.prompt_tokens + options.max_tokens > chosen.target.max_position:
@@ -396,7 +399,7 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
     if options.is_filtered:
         row |= {"top_k": options.top_k, "top_p": options.top_p}
     if options.selector:
-        row["selector_rank"] = options.selector
+        row |= {"selector_rank": options.selector, "selector_kind": options.selector_kind}
     if options.is_repeated:
         row["rounds_per_call"] = config.repeat
     return row

@@ -70,7 +70,7 @@ class Preset:
     """A model to generate; rows carry its `name`.
 
     Attributes:
-      selector_rank: rank of the selector of P-EAGLE heads; 0: they have none.
+      selector_rank, selector_kind: the selector of P-EAGLE heads; rank 0: they have none.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Preset:
     target: TargetConfig
     format: Format
     selector_rank: int = 0
+    selector_kind: Literal["pairs", "lattice"] = "pairs"
 
     @property
     def weights(self) -> str:
@@ -112,6 +113,7 @@ class Preset:
             mask_token_id=_MASK_IDS.get(self.base, V - 1) if parallel else None,
             own_embedding=parallel,
             selector_rank=self.selector_rank if parallel else 0,
+            selector_kind=self.selector_kind,
         )
 
 
@@ -128,14 +130,16 @@ def names() -> list[str]:
     return found
 
 
-def preset(name: str, layers: int | None = None, selector_rank: int = 0) -> Preset:
+def preset(
+    name: str, layers: int | None = None, selector_rank: int = 0, selector_kind: str = "pairs"
+) -> Preset:
     """A full-size model by name.
 
     Args:
       name: of `peagle_jax.presets`; with "-fp8" its linear layers are fp8 in blocks of 128 x
         128.
       layers: number of first layers to keep; the name then states it.
-      selector_rank: see `Preset`.
+      selector_rank, selector_kind: see `Preset`.
     Raises:
       ConfigError: no such preset, or it has fewer layers.
     """
@@ -145,8 +149,9 @@ def preset(name: str, layers: int | None = None, selector_rank: int = 0) -> Pres
     form = "fp8" if name.endswith(PRESET_SUFFIX) else _released(base)[0]
     config = PRESETS[base]
     if layers is None or layers == config.num_layers:
-        return Preset(name, base, config, form, selector_rank)
+        return Preset(name, base, config, form, selector_rank, selector_kind)
     if layers > config.num_layers:
         raise ConfigError(f"--layers {layers}: {base} has {config.num_layers}")
     title = f"{name} ({layers} of {config.num_layers} layers)"
-    return Preset(title, base, with_layers(config, layers), form, selector_rank)
+    config = with_layers(config, layers)
+    return Preset(title, base, config, form, selector_rank, selector_kind)

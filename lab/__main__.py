@@ -16,6 +16,8 @@ Instruments of the development. Beside the commands below:
 """,
     commands={
         "batch": "commands of peagle-bench from a file, compiled beforehand side by side",
+        "headroom": "what a choice among a P-EAGLE head's candidates can gain at most",
+        "history": "what drafts copied from earlier texts of a caller would gain",
         "hostile": "attacks on a server: what honest clients see, and its resources",
         "humaneval": "share of HumanEval's problems that a model solves: pass@1 and pass@10",
         "ladder": "the steps from a plain product to a grouped FP8 one, beside predictions",

@@ -146,11 +146,11 @@ def head_run(plan: "Plan", out: Path, length: Length, seed: int) -> RunConfig:
 
 
 def selector_rank(hidden_size: int, kind: str) -> int:
-    """Inner width of a selector for a head of this width."""
+    """Inner width of a selector of a head of this width; a lattice has a quarter, as the paper."""
     if kind == "pairs":
         return min(256, hidden_size)
-    half = min(256, hidden_size // 2)
-    return half if half < 32 else half // 32 * 32
+    quarter = min(256, hidden_size // 4)
+    return quarter if quarter < 32 else quarter // 32 * 32
 
 
 def selector_run(plan: "Plan", out: Path, length: Length, seed: int) -> RunConfig:

@@ -187,13 +187,18 @@ def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
     assert "P-EAGLE" in capsys.readouterr().out
 
 
-@pytest.mark.sampled(0, slow=2)
+@pytest.mark.sampled(0, slow=3)
 @pytest.mark.parametrize(
     ("given", "kind", "field"),
     [
         (["--presence-penalty", "0.5"], "controlled-step", {"presence_penalty": 0.5}),
         (["--top-k", "5", "--top-p", "0.8"], "filtered-step", {"top_k": 5, "top_p": 0.8}),
         (["--selector", "8"], "selector-step", {"selector_rank": 8}),
+        (
+            ["--selector", "8", "--selector-kind", "lattice"],
+            "selector-step",
+            {"selector_kind": "lattice"},
+        ),
         (["--temperature=0", "--rounds-per-call=2"], "repeated-step", {"rounds_per_call": 2}),
     ],
 )
