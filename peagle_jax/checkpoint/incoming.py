@@ -101,7 +101,8 @@ def placements(found: dict[str, Any], like: nnx.Module, devices: Devices) -> dic
         weight = found.get(f"{name.removesuffix('scale')}weight", found[name])
         sizes = (like.config, path, found[name].shape, weight.shape)
         is_unquantised = _scale_of(name) in found and weight.dtype in FLOATS
-        scale = found[_scale_of(name)] if is_unquantised else None
+        # A copy: what is donated is deleted, and scales come before their weights.
+        scale = jnp.copy(found[_scale_of(name)]) if is_unquantised else None
         made[name] = partial(_placed, scale=scale, devices=devices, sizes=sizes)
     return made
 
@@ -229,6 +230,11 @@ def _stored(
     return _Spec(tuple(shape), FP8), _Spec((*leading, rows, columns), np.dtype(np.float32))
 
 
+def _is_in_blocks(values: _Spec, scale: _Spec) -> bool:
+    """Whether the scales are those of `quantize_fp8`, and not one for each row."""
+    return scale.shape[-2:] == tuple(-(-size // formats.BLOCK) for size in values.shape[-2:])
+
+
 def _differences(
     found: dict[str, Any], own: dict[str, Any], accepted: dict[str, list[_Spec]]
 ) -> list[str]:
@@ -241,10 +247,10 @@ def _differences(
         if not hasattr(found[name], "dtype"):
             lines[name] = f"a {type(found[name]).__name__}, not an array"
             continue
-        is_unquantised = _scale_of(name) in own and _scale_of(name) not in found
-        given = _Spec.of(found[name])
-        if is_unquantised and spec.dtype == FP8 and given.dtype in FLOATS:
-            lines.pop(_scale_of(name), None)
+        scale, given = _scale_of(name), _Spec.of(found[name])
+        is_unquantised = scale in own and scale not in found and given.dtype in FLOATS
+        if is_unquantised and spec.dtype == FP8 and _is_in_blocks(spec, *accepted[scale]):
+            lines.pop(scale, None)
             spec = spec._replace(dtype=given.dtype)
         if given not in (spec, *others):
             lines[name] = f"{given}, not {spec}"

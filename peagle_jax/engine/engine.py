@@ -530,7 +530,8 @@ class Engine:
         Args:
           weights: the target's: a module or a pytree of its parameters, with the engine's names,
             shapes and dtypes, or unquantised for FP8 weights; a folder; or an iterable of (Hugging
-            Face name, array). The last two are cast and quantised as in loading. None: they stay.
+            Face name, array). The last two are cast and quantised as in loading. An adapter
+            that was merged at load is not merged again. None: they stay.
           head: likewise those of the head.
           version: name of the weights; None: the number of updates of the target so far.
           running: what becomes of requests that run. "keep": their next tokens are those of the new

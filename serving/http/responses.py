@@ -4,9 +4,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from peagle_jax.text.tokenizer import Tokenizer
 from serving.http.blocks import Adapter, Block, BlockAnswer
 from serving.http.chat import Conversation
 from serving.http.errors import RESPONSES
+from serving.http.reports import chat_logprobs
 from serving.http.responses_fields import Function, ResponsesFields
 from serving.http.route import Caller
 from serving.stream import Delta, Stream
@@ -46,7 +48,8 @@ class Responses(Adapter[ResponsesFields]):
     ) -> BlockAnswer | None:
         envelope = _envelope(fields, f"resp_{caller.request_id}", self._frontend.name)
         form = dict(is_stream=fields.stream, is_parallel=talk.is_parallel)
-        return _Answer(caller.request_id, envelope, fields.namespaces(), **form)
+        given = (caller.request_id, envelope, fields.namespaces(), self._frontend.tokenizer)
+        return _Answer(*given, **form)
 
 
 class CountInputTokens(Responses):
@@ -83,7 +86,7 @@ def _envelope(fields: ResponsesFields, response_id: str, model: str) -> dict:
         "text": {"format": {"type": "text"}} | text,
         "tool_choice": fields.tool_choice or "auto",
         "tools": tools,
-        "top_logprobs": 0,
+        "top_logprobs": fields.top_logprobs or 0,
         "top_p": fields.top_p,
         "truncation": "disabled",
         "user": fields.user,
@@ -109,14 +112,28 @@ class _Answer(BlockAnswer):
         request_id: str,
         envelope: dict,
         namespaces: Mapping[str, tuple[str, str]],
+        tokenizer: Tokenizer | None,
         **form: bool,
     ):
         super().__init__(**form)
+        self._tokenizer = tokenizer
+        self._scores: list[dict] = []  # of all tokens so far, reasoning and calls included
+        self._num_sent = 0
         self._request_id, self._envelope, self._namespaces = request_id, envelope, namespaces
         self._call_ids: dict[int, str] = {}
         self._num_events = 0
 
+    def whole(self, deltas: Mapping[int, Delta], streams: Sequence[Stream]) -> dict:
+        self._score(deltas[0])
+        return super().whole(deltas, streams)
+
+    def _score(self, delta: Delta) -> None:
+        if delta.logprobs is not None:
+            new = chat_logprobs(self._tokenizer, delta.tokens, delta.logprobs)
+            self._scores += new["content"]
+
     def part(self, index: int, delta: Delta, streams: Sequence[Stream]) -> list[dict]:
+        self._score(delta)
         events = []
         if not self._num_events:
             for name in ("response.created", "response.in_progress"):
@@ -126,7 +143,8 @@ class _Answer(BlockAnswer):
                 events += self._opening(block)
             elif kind == "text":
                 name = f"{_TEXT_EVENTS[block.kind]}.delta"
-                logprobs = {"logprobs": []} if block.kind == "text" else {}
+                logprobs = self._logprobs(block, self._num_sent)
+                self._num_sent += len(logprobs.get("logprobs", ()))
                 events.append(self._event(name, **self._place(block), delta=text, **logprobs))
             else:
                 events += self._closing(block)
@@ -166,7 +184,8 @@ class _Answer(BlockAnswer):
         name = "response.output_item.added"
         events = [self._event(name, output_index=block.index, item=item)]
         if block.kind != "call":
-            part = _part(block.kind, "")
+            part = self._part(Block(block.index, block.kind))
+            part |= {"logprobs": []} if block.kind == "text" else {}
             events.append(
                 self._event("response.content_part.added", **self._place(block), part=part)
             )
@@ -178,10 +197,9 @@ class _Answer(BlockAnswer):
             call = self._named(block) | {"arguments": block.text}
             events = [self._event(name, **place, **call)]
         else:
-            part = _part(block.kind, block.text)
-            logprobs = {"logprobs": []} if block.kind == "text" else {}
+            part = self._part(block)
             events = [
-                self._event(name, **place, text=block.text, **logprobs),
+                self._event(name, **place, text=block.text, **self._logprobs(block)),
                 self._event("response.content_part.done", **place, part=part),
             ]
         item = self._item(block, "completed")
@@ -208,16 +226,24 @@ class _Answer(BlockAnswer):
             known = self._call_ids.setdefault(block.index, call_id())
             call = {"call_id": known, "arguments": block.text} | self._named(block)
             return item | {"type": "function_call"} | call
-        content = [_part(block.kind, block.text)]
+        content = [self._part(block)]
         if block.kind == "reasoning":
             return item | {"type": "reasoning", "summary": [], "content": content}
         return item | {"type": "message", "role": "assistant", "content": content}
 
+    def _part(self, block: Block) -> dict:
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": block.text}
+        part = {"type": "output_text", "text": block.text, "annotations": []}
+        return part | self._logprobs(block)
 
-def _part(kind: str, text: str) -> dict:
-    if kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _logprobs(self, block: Block, first: int = 0) -> dict:
+        """Those of all tokens so far but the `first` ones, in the first text alone: a delta of
+        several blocks does not say which token is whose."""
+        if block.kind != "text":
+            return {}
+        is_first = block.index == next(one.index for one in self._blocks.all if one.kind == "text")
+        return {"logprobs": self._scores[first:] if is_first else []}
 
 
 def _usage(streams: Sequence[Stream]) -> dict:

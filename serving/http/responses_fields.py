@@ -24,6 +24,7 @@ _HOSTED = (
 _ALL_TOOLS = "every tool is in the prompt, and the model calls it"
 _NO_SUMMARY = "reasoning is in the answer as it is"
 _SENT_BACK = "clients send items of an answer back"
+_LOGPROBS = "message.output_text.logprobs"
 
 
 class Part(Fields):
@@ -157,6 +158,8 @@ class ResponsesFields(Fields):
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
     text: Text | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
     # Fields of this server.
     priority: int = 0
     num_speculative_tokens: int | None = None
@@ -173,8 +176,6 @@ class ResponsesFields(Fields):
     prompt_cache_retention: ignored(CACHE) = None
     prompt_cache_options: ignored(CACHE) = None
     store: ignored(NOT_STORED, False) = None
-    include: ignored("answers have what there is", []) = None
-    top_logprobs: ignored("/v1/chat/completions has log-probabilities", 0) = None
     max_tool_calls: ignored("it limits tools that a server runs") = None
     image: ignored("there are texts only") = None
     service_tier: ignored(ONE_TIER, "auto", "default") = None
@@ -187,6 +188,12 @@ class ResponsesFields(Fields):
     prompt: refused(_WHOLE) = None
     context_management: refused("send the items that the model is to read", []) = None
     moderation: refused("texts are not judged") = None
+
+    @model_validator(mode="after")
+    def _note_what_answers_lack(self, info: ValidationInfo) -> Self:
+        others = set(self.include or ()) - {_LOGPROBS}
+        info.context.ignore(ResponsesFields, {f"include={one}" for one in others})
+        return self
 
     def as_chat(self) -> dict[str, object]:
         """The content of a chat that asks for the same.
@@ -201,6 +208,8 @@ class ResponsesFields(Fields):
         chat: dict[str, object] = {name: getattr(self, name) for name in same}
         chat |= {"max_tokens": self.max_output_tokens, "messages": self._messages()}
         chat["tool_choice"] = _choice(self.tool_choice)
+        chat["logprobs"] = _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+        chat["top_logprobs"] = self.top_logprobs
         functions = [pair for one in self.tools for pair in one.functions()]
         if functions:
             chat["tools"] = [_function(*pair) for pair in functions]

@@ -167,6 +167,15 @@ def test_quantised_checkpoints_keep_their_values(name, tmp_path):
     )
 
 
+def test_scales_of_rows_cannot_be_made_here():
+    """Loading quantises to blocks; programs for scales of rows take no others."""
+    old = load_target(GOLDEN / "qwen3-fp8-channel", dtype="float32")
+    engine, plain = make_engine(old), load_target(GOLDEN / "qwen3", dtype="float32")
+    with pytest.raises(ConfigError, match=r"mlp.down.weight: float32 .*, not float8_e4m3fn"):
+        engine.update_weights(plain)
+    assert texts(engine) == texts(make_engine(old))
+
+
 @pytest.mark.slow
 def test_tiles_are_made_of_rows():
     """As Hopper has them; the reference reads both."""
@@ -188,6 +197,21 @@ def test_tiles_are_made_of_rows():
     with pytest.raises(NotReady):
         engine.update_weights(given, running="finish", donate=True)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_arrays_of_the_device_are_quantised_as_those_of_the_host(count):
+    widths = dict(hidden_size=256, intermediate_size=256, head_dim=128)
+    config = replace(tiny.TARGET, num_layers=1, **widths)
+    model = lambda form, seed: random_target(config, form, dtype="float32", seed=seed)
+    engine = one_bucket(Engine(model("fp8", OLD), None, replace(CONFIG, tensor_parallel=count)))
+    given, found = [model("bf16", seed) for seed in (OLD, NEW)], []
+    for weights in (*[jax.tree.map(np.array, nnx.state(one)) for one in given], *given):
+        engine.update_weights(weights, donate=True)
+        found.append(texts(engine))
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
 
 @pytest.mark.slow

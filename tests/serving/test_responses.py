@@ -70,6 +70,30 @@ def test_a_stream_adds_up_to_the_same_response(scripted, client):
     assert [one.type for one in added_up.output] == kinds
 
 
+def test_log_probabilities_are_those_of_a_chat(scripted, client):
+    scripted.say("Hello you")
+    asked = dict(include=["message.output_text.logprobs"], top_logprobs=2)
+    talk = [{"role": "user", "content": "Hi"}]
+    chat = client.chat.completions.create(
+        model="tiny", messages=talk, temperature=0, logprobs=True, top_logprobs=2
+    ).choices[0]
+    plain = lambda some: [one.model_dump() for one in some]
+    wanted = plain(chat.logprobs.content)
+    assert len(wanted) == len("Hello you") + 1
+    ask = dict(model="tiny", input="Hi", temperature=0)
+    response = client.responses.create(**ask, **asked)
+    assert plain(response.output[0].content[0].logprobs) == wanted
+    assert response.top_logprobs == 2
+    with scripted.live.unmerged():
+        events = list(client.responses.create(stream=True, **ask, **asked))
+    deltas = [one for one in events if one.type == "response.output_text.delta"]
+    assert [entry.token for one in deltas for entry in one.logprobs] == list("Hello you")
+    assert events[-1].response.output[0].content[0].logprobs == (
+        response.output[0].content[0].logprobs
+    )
+    assert client.responses.create(**ask).output[0].content[0].logprobs == []
+
+
 @pytest.mark.parametrize("is_merged", [True, False])
 def test_a_call_that_is_cut_off_is_the_last_item(scripted, client, is_merged):
     reply = f"{CALL}\n{CALL[:-20]}"
@@ -99,6 +123,7 @@ WRONG = {
     "text.format.schema": formatted(schema={"not": {}}),
     "tools[0].strict": {"tools": [TOOL | {"strict": 5}]},
     "max_output_tokens": {"max_output_tokens": 0},
+    "top_logprobs": {"top_logprobs": 1000},
     # Found in the chat that the request becomes.
     "tools[0]": {"tools": [TOOL | {"name": "a b"}]},
     "input ": {"input": [CALLED | {"call_id": "a", "arguments": "no JSON"}]},
