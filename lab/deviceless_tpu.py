@@ -27,8 +27,8 @@ import numpy as np
 
 from lab import deviceless
 from lab.deviceless_round import Programs, Sizes, add_sizes, num_bytes, programs
+from lab.specs.block_gemm import weight_of
 from pallas_kernels import dispatch
-from pallas_kernels.block_gemm.specs import weight_of
 from pallas_kernels.device import TPU7X, V5E, V6E
 from pallas_kernels.moe.api import mixture
 from pallas_kernels.moe.reference import Choice, Experts, ExpertWeights

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from bench import kernel_specs
+import lab.specs
 from lab import deviceless, deviceless_round, printed_code
 from pallas_kernels.device import GENERATIONS
 
@@ -138,7 +138,7 @@ def test_a_kernel_that_does_not_compile_is_a_row(monkeypatch, tmp_path):
         raise NotImplementedError(f"not {spec}")
 
     specs = types.SimpleNamespace(SPECS={"a": 1, "b": 2}, CHIPS=(90,), MMA={}, build=refuse)
-    for module in (kernel_specs, deviceless):
+    for module in (lab.specs, deviceless):
         monkeypatch.setattr(module, "specs_of", lambda op: specs)
     kernels = list(deviceless.compile_op("op", "h200", None, tmp_path))
     assert [one.error for one in kernels] == [f"NotImplementedError: not {i}" for i in (1, 2)]

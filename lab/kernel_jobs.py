@@ -1,4 +1,4 @@
-"""Kernels compiled side by side and measured one at a time (`peagle-bench kernels --jobs`).
+"""Kernels compiled side by side and measured one at a time (`python -m lab kernels --jobs`).
 
 Tracing and compiling take seconds of a CPU for each spec, and measuring takes less. Each spec has a
 process of its own, twice: first all specs are compiled onto disk, then each is measured while no

@@ -1,4 +1,4 @@
-"""`peagle-bench kernels --jobs`: all specs are compiled, then each is measured in turn."""
+"""`python -m lab kernels --jobs`: all specs are compiled, then each is measured in turn."""
 
 import contextlib
 import os
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import kernel_timing, kernels
-from bench.kernel_jobs import Job, side_by_side
-from bench.kernels import compile_job, measure_job
-from pallas_kernels.rms_norm import specs
+from lab import kernel_timing, kernels
+from lab.kernel_jobs import Job, side_by_side
+from lab.kernels import compile_job, measure_job
+from lab.specs import rms_norm as specs
 from peagle_jax.cli import runs
 
 
