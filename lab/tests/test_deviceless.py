@@ -153,10 +153,10 @@ def test_some_specs_are_spread_over_their_list(most, names):
     assert deviceless.spread(specs, most) == {name: specs[name] for name in names}
 
 
-@pytest.mark.parametrize("most", [2, 3, 5])
+@pytest.mark.parametrize("most", [2, 5])
 @pytest.mark.parametrize("op", deviceless.ops())
 def test_a_spread_has_every_kernel_and_weight_format_of_its_operation(op, most):
-    """With the numbers of specs that lab/tests/test_compile.py compiles."""
+    """With the number of specs that lab/tests/test_compile.py compiles, and more."""
     specs = deviceless.specs_of(op).SPECS
     chosen = deviceless.spread(specs, most)
     assert min(most, len(specs)) <= len(chosen) <= most + 17
