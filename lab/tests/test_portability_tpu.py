@@ -1,5 +1,5 @@
-"""Round, prefill and experts compile for every TPU generation, in place and without copies of
-weights.
+"""A round and experts compile for every TPU generation, a prefill for one, in place and without
+copies of weights.
 
 There need be no TPU: see `lab.deviceless_tpu`, which is run once for a chip. Nothing runs, so
 neither numbers nor speed are tested.
