@@ -22,13 +22,14 @@ bandwidth, or its operations over the peak. docs/algorithm.md has a glossary. A 
         "acceptance": "acceptance length and rate per drafted position, by head, K and prompt set",
         "throughput": "tokens per second of plain decoding, EAGLE-3 and P-EAGLE",
         "decode-step": "rounds of full-size models with random weights, and their floor",
-        "kernels": "each GPU kernel beside its XLA reference: time, bandwidth, error",
         "lossless": "greedy output with and without speculation, compared token by token",
         "serve-load": "load on a server: latencies, gaps, statuses; a preset beside its engine",
         "report": "redraws the tables and the plot of README.md and docs/ from the rows",
     },
     extras={"serve-load": "serve"},
-    removed=dict.fromkeys(("batch", "hostile", "humaneval", "matrix"), "`python -m lab` has it")
+    removed=dict.fromkeys(
+        ("batch", "hostile", "humaneval", "kernels", "matrix"), "`python -m lab` has it"
+    )
     | dict.fromkeys(
         (
             *("ablations", "choose-k", "conversion", "headroom", "load-times", "prefix-cache"),

@@ -53,7 +53,8 @@ def git_sha() -> str:
 
 def command() -> str:
     """The command line, quoted for a shell."""
-    return shlex.join(["peagle-bench", *sys.argv[1:]])
+    is_lab = Path(sys.argv[0]).parent.name == "lab"
+    return shlex.join([*(("python", "-m", "lab") if is_lab else ("peagle-bench",)), *sys.argv[1:]])
 
 
 def environment(sha: str | None) -> dict:

@@ -20,6 +20,7 @@ Instruments of the development. Beside the commands below:
         "history": "what drafts copied from earlier texts of a caller would gain",
         "hostile": "attacks on a server: what honest clients see, and its resources",
         "humaneval": "share of HumanEval's problems that a model solves: pass@1 and pass@10",
+        "kernels": "each GPU kernel beside its XLA reference: time, bandwidth, error",
         "ladder": "the steps from a plain product to a grouped FP8 one, beside predictions",
         "matrix": "what runs where and how it was checked, with the test that shows it",
         "rollouts": "what new weights cost a training loop, its rollouts, and their scores",

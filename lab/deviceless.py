@@ -4,7 +4,7 @@ XLA compiles from a description of the chip (`lab/data/*.txtpb`) to machine code
 plugin and ptxas but without a driver: `pip install -e '.[compile]'`. This checks types, layouts and
 resources on that chip; results are checked by the tests in interpret mode.
 
-An operation is included through its `specs.py`:
+An operation is included through its module in `lab/specs`:
 
 - `SPECS`: name -> spec, the shapes that models use. A spec may have `max_registers` (default 255),
   and `chips` if not all generations (`pallas_kernels.device.Device.sm`) have its kernel.
@@ -37,9 +37,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import kernel_specs
-from bench.kernel_specs import specs_of, specs_on
-from lab import printed_code
+from lab import printed_code, specs
+from lab.specs import specs_of, specs_on
 from pallas_kernels.device import B200, B300, H200, L4, Device
 
 CHIPS = {"h200": H200, "b200": B200, "b300": B300, "l4": L4}
@@ -78,7 +77,7 @@ class Kernel:
 
 def ops() -> list[str]:
     """Operations of the product, and the steps of the lesson (lab/ladder.md)."""
-    return [*kernel_specs.ops(), "lab.lesson"]
+    return [*specs.ops(), "lab.lesson"]
 
 
 def missing() -> str | None:

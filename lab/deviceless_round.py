@@ -234,15 +234,20 @@ def programs(sizes: Sizes, mesh=None) -> Programs:
     )
 
 
-def compile_round(sizes: Sizes, mesh, dump: Path) -> Round:
-    """The round of `programs(sizes)`, compiled for the GPU of `mesh`."""
-    made = programs(sizes, mesh if sizes.tensor_parallel > 1 else None)
-    start = time.perf_counter()
+def round_operands(made: Programs, sizes: Sizes) -> tuple:
+    """Arguments of `made.round`, of the round of greedy requests if `sizes` says so."""
     state, (plan, mask) = made.state, made.round_plan
     if sizes.greedy:
         state = dataclasses.replace(state, params=greedy_only(state.params), controls=None)
         plan, mask = plan._replace(constrained=None, forced=None, newest=None), None
-    operands = (made.weights, state, plan, mask, None)
+    return made.weights, state, plan, mask, None
+
+
+def compile_round(sizes: Sizes, mesh, dump: Path) -> Round:
+    """The round of `programs(sizes)`, compiled for the GPU of `mesh`."""
+    made = programs(sizes, mesh if sizes.tensor_parallel > 1 else None)
+    start = time.perf_counter()
+    operands = round_operands(made, sizes)
     with printed_code.kept(dump):
         compiled = deviceless.compile_on(
             mesh, made.round, *operands, donate_argnums=1, compiler_options=compiler_options()

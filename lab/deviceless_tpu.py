@@ -26,9 +26,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from lab import deviceless
-from lab.deviceless_round import Programs, Sizes, add_sizes, num_bytes, programs
+from lab.deviceless_round import (
+    Programs,
+    Sizes,
+    add_sizes,
+    num_bytes,
+    programs,
+    round_operands,
+)
+from lab.specs.block_gemm import weight_of
 from pallas_kernels import dispatch
-from pallas_kernels.block_gemm.specs import weight_of
 from pallas_kernels.device import TPU7X, V5E, V6E
 from pallas_kernels.moe.api import mixture
 from pallas_kernels.moe.reference import Choice, Experts, ExpertWeights
@@ -136,10 +143,13 @@ def compile_experts(name: str, rows: int, chip: str) -> Program:
     return _program(chip, f"experts of {name}, {rows} rows", compiled, [], smallest, start)
 
 
-def compile_programs(names: Sequence[str], chip: str, made: Programs) -> Iterator[Program]:
+def compile_programs(
+    names: Sequence[str], chip: str, made: Programs, operands: tuple
+) -> Iterator[Program]:
     """The round, and the prefill if `names` has it, compiled for `chip` as the engine does.
 
-    The layouts of the weights are those that the round chose (`peagle_jax.engine.device.layouts`).
+    `operands` are those of the round. The layouts of the weights are those that the round chose
+    (`peagle_jax.engine.device.layouts`).
 
     Raises:
       jax.errors.JaxRuntimeError: libtpu refuses it, for example because it does not fit into
@@ -148,7 +158,6 @@ def compile_programs(names: Sequence[str], chip: str, made: Programs) -> Iterato
     with target(chip) as mesh:
         place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         start = time.perf_counter()
-        operands = (made.weights, made.state, *made.round_plan, None)
         lowered = layouts.lower_free(made.round, *operands, donate=(1,), sharding=place)
         compiled = lowered.compile()
         yield _program(chip, "round", compiled, made.caches, made.smallest_matrix, start)
@@ -206,10 +215,11 @@ def copies(hlo: str) -> list[tuple[int, str]]:
 def _compile(args) -> Iterator[Program]:
     """The programs that the options name."""
     names = args.program or ("round", "prefill")
-    made = programs(Sizes.of(vars(args))) if {"round", "prefill"} & set(names) else None
+    sizes = Sizes.of(vars(args))
+    made = programs(sizes) if {"round", "prefill"} & set(names) else None
     for chip in args.chip or CHIPS:
         if made is not None:
-            yield from compile_programs(names, chip, made)
+            yield from compile_programs(names, chip, made, round_operands(made, sizes))
         for model in EXPERTS if "experts" in names else ():
             for rows in (16, 64):  # all items share the rows; each item has rows of its own
                 yield compile_experts(model, rows, chip)

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import jax
 
-from bench import kernels, rows
+from bench import rows
 from bench.command import Command, RowOptions, show
+from lab import kernels
 from lab.ladder_model import predict
 from lab.lesson import specs
 from pallas_kernels.device import describe
@@ -129,7 +130,7 @@ def measure_specs(names: Sequence[str], sender: Connection) -> None:
 
 
 def measured(name: str, row: dict) -> dict:
-    """The ladder's row of a spec, from the row of `bench.kernels.measure`."""
+    """The ladder's row of a spec, from the row of `lab.kernels.measure`."""
     far = row["max_relative_error"]
     if far is None:
         error = "not compared: the reference did not run"

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from bench import decode_step
 from bench.__main__ import PROGRAM
-from bench.kernel_timing import latest_trace, launches_of, profiler_options
 from bench.models import Models
 from bench.presets import preset
 from bench.timing import SETTLED, is_full
+from lab.kernel_timing import latest_trace, launches_of, profiler_options
 from peagle_jax.cli import runs
 from peagle_jax.engine.engine import Engine
 from peagle_jax.sampling_params import SamplingParams

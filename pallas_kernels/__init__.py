@@ -1,5 +1,5 @@
 """Operations of the decode round, one folder each.
 
 `api.py` is the public function and selects an implementation, `reference.py` is the jnp definition,
-`mosaic_*.py` are Pallas kernels, `specs.py` lists workloads for tests and benchmarks.
+`mosaic_*.py` are Pallas kernels.
 """

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from lab.lesson import reference
+from lab.specs.block_gemm import random_leaf, weight_of
 from pallas_kernels import dispatch
-from pallas_kernels.block_gemm.specs import random_leaf, weight_of
 from pallas_kernels.moe.worklist import make_worklist
 
 CHIPS = (90,)

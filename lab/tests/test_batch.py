@@ -13,12 +13,12 @@ import jax
 import pytest
 
 from bench import decode_step, lossless, models, serve_load
-from bench.kernel_specs import specs_of
 from bench.presets import preset
 from bench.rows import DATA
 from lab import batch
 from lab.__main__ import main
 from lab.batch import BatchOptions, Part, parts_of
+from lab.specs import specs_of
 from peagle_jax.config import ConfigError
 from peagle_jax.parallel.shares import check_shares
 from serving.sources import resolve

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from bench import kernel_specs
+import lab.specs
 from lab import deviceless, deviceless_round, printed_code
 from pallas_kernels.device import GENERATIONS
 
@@ -138,7 +138,7 @@ def test_a_kernel_that_does_not_compile_is_a_row(monkeypatch, tmp_path):
         raise NotImplementedError(f"not {spec}")
 
     specs = types.SimpleNamespace(SPECS={"a": 1, "b": 2}, CHIPS=(90,), MMA={}, build=refuse)
-    for module in (kernel_specs, deviceless):
+    for module in (lab.specs, deviceless):
         monkeypatch.setattr(module, "specs_of", lambda op: specs)
     kernels = list(deviceless.compile_op("op", "h200", None, tmp_path))
     assert [one.error for one in kernels] == [f"NotImplementedError: not {i}" for i in (1, 2)]
@@ -153,10 +153,10 @@ def test_some_specs_are_spread_over_their_list(most, names):
     assert deviceless.spread(specs, most) == {name: specs[name] for name in names}
 
 
-@pytest.mark.parametrize("most", [2, 3, 5])
+@pytest.mark.parametrize("most", [2, 5])
 @pytest.mark.parametrize("op", deviceless.ops())
 def test_a_spread_has_every_kernel_and_weight_format_of_its_operation(op, most):
-    """With the numbers of specs that lab/tests/test_compile.py compiles."""
+    """With the number of specs that lab/tests/test_compile.py compiles, and more."""
     specs = deviceless.specs_of(op).SPECS
     chosen = deviceless.spread(specs, most)
     assert min(most, len(specs)) <= len(chosen) <= most + 17

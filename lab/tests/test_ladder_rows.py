@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from bench import kernel_timing, kernels
-from lab import ladder
+from lab import kernel_timing, kernels, ladder
 from lab.__main__ import main
 from lab.ladder_model import predict
 from lab.lesson import specs

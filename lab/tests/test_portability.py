@@ -3,6 +3,7 @@
 import ast
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -203,7 +204,7 @@ def test_compiled_is_said_of_chips_that_the_commands_compile_for():
             chip = PLATFORMS[name].compiled_as
             assert known[chip] == PLATFORMS[name].device
             assert test.startswith(COMPILING)
-            assert f"@{chip}" in test.partition("[")[2].removesuffix("]").split("-")
+            assert chip in re.split(r"[\[\]@-]", test)
 
 
 @functools.cache

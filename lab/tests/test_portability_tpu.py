@@ -1,5 +1,5 @@
-"""Round, prefill and experts compile for every TPU generation, in place and without copies of
-weights.
+"""A round and experts compile for every TPU generation, a prefill for one, in place and without
+copies of weights.
 
 There need be no TPU: see `lab.deviceless_tpu`, which is run once for a chip. Nothing runs, so
 neither numbers nor speed are tested.
@@ -17,10 +17,11 @@ from lab import deviceless_tpu
 
 # The first test of a chip compiles all of its programs: a minute on an idle machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-CHIPS = tuple(deviceless_tpu.CHIPS)
-PROGRAMS = dict.fromkeys(CHIPS, ("round", "prefill", "experts"))
-# Not prefill: that of GPT-OSS is compiled for this chip, in another test.
-PROGRAMS["v6e"] = ("round", "experts")
+PROGRAMS = {
+    "v5e": ("round", "experts"),
+    "v6e": ("experts",),  # another test compiles the round and the prefill of GPT-OSS
+    "7x": ("round", "experts"),
+}
 SIZES = ("--preset=qwen3-0.6b", "--layers=2", "--k=3", "--max-model-len=2048")
 _ROOT = Path(__file__).parents[2]
 _MIB = 2**20
@@ -53,7 +54,7 @@ def on(chip: str):
     return pytest.param(chip, id=f"@{chip}")
 
 
-@pytest.fixture(params=map(on, CHIPS))
+@pytest.fixture(params=map(on, PROGRAMS))
 def made(request, tmp_path_factory) -> dict[str, dict]:
     """The programs of one chip."""
     if lacking := deviceless_tpu.missing():
@@ -61,22 +62,22 @@ def made(request, tmp_path_factory) -> dict[str, dict]:
     return compiled(request.param, tmp_path_factory.getbasetemp())
 
 
+@pytest.mark.parametrize("made", [on("v5e"), on("7x")], indirect=True)
 def test_a_program_works_in_place_and_copies_no_weight(made):
     """Two layers of Qwen3-0.6B at full width, and a head of one layer."""
-    whole = [one for name, one in made.items() if name in ("round", "prefill")]
-    assert whole
-    for one in whole:
-        assert one["aliased_bytes"] >= one["cache_bytes"] > 0, one
-        assert one["largest_copy"] < _MIB < one["smallest_matrix"], one
-        assert one["temporary_bytes"] < 64 * _MIB, one
+    one = made["round"]
+    assert one["aliased_bytes"] >= one["cache_bytes"] > 0
+    assert one["largest_copy"] < _MIB < one["smallest_matrix"]
+    assert one["temporary_bytes"] < 64 * _MIB
 
 
 @pytest.mark.parametrize("chip", [on("v6e")])
 def test_weights_lie_as_the_round_and_the_prefill_want_them(chip, tmp_path):
-    """One layer of GPT-OSS-20B. In default layouts a round copies both embeddings, 1.2 GB each."""
+    """One layer of GPT-OSS-20B. In default layouts a round copies both embeddings, 1.2 GB each. The
+    branches of sampled requests, which take most of the compiler's time, read no weight."""
     if lacking := deviceless_tpu.missing():
         pytest.skip(lacking)
-    sizes = ("--preset=gpt-oss-20b", "--layers=1", "--k=3", "--concurrency=8")
+    sizes = ("--preset=gpt-oss-20b", "--layers=1", "--k=3", "--concurrency=8", "--greedy")
     made = run(chip, tmp_path, *sizes, "--max-model-len=2048")
     assert made.keys() == {"round", "prefill"}
     for one in made.values():

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from bench.kernel_timing import latest_trace
+from lab.kernel_timing import latest_trace
 from lab.round_kernels import profile_rounds, read_trace
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from tests import tiny

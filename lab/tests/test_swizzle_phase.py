@@ -18,10 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
 from lab import deviceless
+from lab.specs import verify_attention as specs
 from pallas_kernels import dispatch
 from pallas_kernels import mlir_compat as mlir
 from pallas_kernels.device import H200
-from pallas_kernels.verify_attention import specs
 
 _SHARED = "#gpu.address_space<workgroup>"
 _SAME_START = {"memref.cast", "memref.transpose", "memref.collapse_shape", "memref.expand_shape"}

@@ -10,7 +10,6 @@ import pytest
 from bench.__main__ import PROGRAM, main
 from bench.command import Options, add_options, check_out
 from bench.decode_step import Options as DecodeStepOptions
-from bench.kernels import Options as KernelOptions
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.options import options_of
 from peagle_jax.sampling_params import SamplingParams
@@ -103,8 +102,6 @@ def test_options_are_typed_and_have_their_defaults():
     assert parse("decode-step --preset llama-3.1-8b -K 3 7") == DecodeStepOptions(
         preset="llama-3.1-8b", k=(3, 7)
     )
-    assert parse("kernels") == KernelOptions()
-    assert parse("kernels --op moe --op block_gemm").op == ("moe", "block_gemm")
     assert parse("serve-load --goodput ttft:500 tpot:50").limits == {"ttft": 500.0, "tpot": 50.0}
 
 

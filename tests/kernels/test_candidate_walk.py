@@ -5,15 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.candidate_walk import api, specs
+from pallas_kernels.candidate_walk import api
 
 SCALE = 1 / 16
 
 
 def operands(drafts: int, rank: int, dtype, sequences: int = 2) -> tuple[jax.Array, ...]:
-    spec = specs.Spec(sequences=sequences, drafts=drafts, vocab=100, rank=rank)
-    *rest, before, after = specs.inputs(spec, jax.random.key(drafts))
-    return *rest, before.astype(dtype), after.astype(dtype)
+    """ids, values, states and both tables; values fall along the candidates, as those of `top`
+    do."""
+    keys = jax.random.split(jax.random.key(drafts), 5)
+    chosen = (sequences, drafts, api.CANDIDATES)
+    shapes = (sequences, drafts, rank), (100, rank), (100, rank)
+    states, before, after = map(jax.random.normal, keys[2:], shapes)
+    ids = jax.random.randint(keys[0], chosen, 0, 100)
+    values = -jnp.sort(-jax.random.normal(keys[1], chosen), axis=-1)
+    return ids, values, states, before.astype(dtype), after.astype(dtype)
 
 
 def run(operands, implementation):

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
-from pallas_kernels.block_gemm.specs import random_leaf, weight_of
+from pallas_kernels import dispatch, formats
 from pallas_kernels.device import V6E
 from pallas_kernels.moe.reference import ExpertWeights
 from tests.kernels.experts import mixture, moe
@@ -24,11 +23,24 @@ KINDS = ("mosaic_tpu", "reference")
 
 
 def projection(form: str, *shape: int, bias: bool, seed: int) -> ExpertWeights:
-    leaves = weight_of(form, *shape)
-    keys = jax.random.split(jax.random.key(seed), 1 + len(leaves))
-    values, *scale = map(random_leaf, leaves, keys[1:])
+    keys = jax.random.split(jax.random.key(seed), 3)
     made = jax.random.normal(keys[0], shape[:-1], jnp.bfloat16) if bias else None
-    return ExpertWeights(values, scale[0] if scale else None, made)
+    return ExpertWeights(*weight(form, *shape, keys=keys[1:]), made)
+
+
+def weight(form: str, *shape: int, keys) -> tuple[jax.Array, jax.Array | None]:
+    """Random values [..., N, K] and their scale, if any."""
+    *leading, N, K = shape
+    if form == "mxfp4":
+        codes = lambda key, columns: jax.random.randint(key, (*leading, N, columns), 118, 128)
+        cut = (K // 2, K // formats.GROUP)
+        return tuple(codes(*one).astype(jnp.uint8) for one in zip(keys, cut, strict=True))
+    values = jax.random.normal(keys[0], shape)
+    if form == "bf16":
+        return values.astype(jnp.bfloat16), None
+    cut = (N, 1) if form == "fp8_rows" else (-(-N // formats.BLOCK), -(-K // formats.BLOCK))
+    scale = jnp.exp(jax.random.normal(keys[1], (*leading, *cut)))
+    return values.astype(jnp.float8_e4m3fn), scale
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.activations import are_quantized, as_quantized, quantize
-from pallas_kernels.block_gemm import specs
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.quantize.mosaic_gpu import quantize as quantize_rows
@@ -108,8 +107,14 @@ def test_rows_are_quantised_on_the_way_to_their_slots(K):
     ],
 )
 def test_only_fp8_weights_take_quantised_rows(mode, form, wanted):
-    values, *scale = specs.weight_of(form, 64, 128)
-    assert are_quantized(mode, values, *(scale or [None])) is wanted
+    shaped = jax.ShapeDtypeStruct
+    values, scale = {
+        "bf16": (shaped((64, 128), jnp.bfloat16), None),
+        "fp8": (shaped((64, 128), E4M3), shaped((1, 1), jnp.float32)),
+        "fp8_rows": (shaped((64, 128), E4M3), shaped((64, 1), jnp.float32)),
+        "mxfp4": (shaped((64, 64), jnp.uint8), shaped((64, 4), jnp.uint8)),
+    }[form]
+    assert are_quantized(mode, values, scale) is wanted
 
 
 def test_other_names_of_activations_are_refused():

@@ -120,11 +120,10 @@ def test_two_devices_write_the_text_of_one(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_messages_to_peers_have_one_order_on_all_devices(temperature):
+def test_messages_to_peers_have_one_order_on_all_devices():
     """The text is that of collectives, and all devices have sent the same messages, also those of
     the branches that calls with sampled requests have."""
-    model, asked = target("qwen3_moe"), dict(temperature=temperature, seed=3)
+    model, asked = target("qwen3_moe"), dict(temperature=1, seed=3)
     config = engine_config(2, num_draft=3, check_replicas=True)
     wanted = texts(Engine(model, head("peagle"), config), **asked)
     engine = Engine(model, head("peagle"), dataclasses.replace(config, gather="peers"))
@@ -160,7 +159,7 @@ def test_several_rounds_in_a_call_send_the_messages_of_single_ones(gather):
         assert sent[0, 0] > 100
 
 
-@pytest.mark.sampled(0, slow=3)
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_lossless_on_any_number_of_devices(family, count):

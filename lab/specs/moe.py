@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import dispatch, formats
-from pallas_kernels.activations import Activations, Quantized, dequantize, quantize
-from pallas_kernels.block_gemm.api import linear
-from pallas_kernels.block_gemm.specs import (
+from lab.specs.block_gemm import (
     MMA_OF_QUANTIZED_ROWS,
     Form,
     chips_of,
     random_leaf,
     weight_of,
 )
+from pallas_kernels import dispatch, formats
+from pallas_kernels.activations import Activations, Quantized, dequantize, quantize
+from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.paths import Routing, TuningConfig
 from pallas_kernels.moe.reference import Choice, ExpertWeights

@@ -1,4 +1,4 @@
-"""`peagle-bench kernels` on a CPU, with small kernels in the interpreter."""
+"""`python -m lab kernels` on a CPU, with small kernels in the interpreter."""
 
 from types import SimpleNamespace
 
@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import kernel_specs, kernel_timing, kernels
-from bench.__main__ import main
+from lab import kernel_timing, kernels
+from lab.__main__ import main
+from lab.specs import moe as moe
+from lab.specs import ops
+from lab.specs import quantize as quantize
+from lab.specs import rms_norm as specs
 from pallas_kernels.device import B200, H200
-from pallas_kernels.moe import specs as moe
-from pallas_kernels.quantize import specs as quantize
-from pallas_kernels.rms_norm import specs
 
 
 def normal(*shape: int, dtype=jnp.float32) -> jax.Array:
@@ -112,7 +113,7 @@ def test_random_arguments_are_real_numbers_and_zero_indices():
 
 
 @pytest.mark.sampled(1, slow=3)
-@pytest.mark.parametrize("op", kernel_specs.ops())
+@pytest.mark.parametrize("op", ops())
 def test_every_spec_is_a_case(op):
     for case in kernels.cases(op):
         assert case.bytes > 0
@@ -133,7 +134,7 @@ def test_every_spec_is_a_case(op):
 )
 def test_padding_of_a_kernel_is_not_compared(module, spec, monkeypatch):
     monkeypatch.setattr(module, "SPECS", {"small": spec})
-    (case,) = kernels.cases(module.__name__.split(".")[1])
+    (case,) = kernels.cases(module.__name__.rpartition(".")[2])
     assert kernels.measure(case, "NVIDIA H200")["max_relative_error"] < 1e-6
 
 
@@ -171,5 +172,5 @@ def test_specs_without_a_kernel_for_the_device_are_skipped_in_one_line(
     command = ["kernels", "--op", "moe", "--out", str(tmp_path / "rows.jsonl"), "--no-cache"]
     assert main(command) == 0
     assert timed == ["here"]
-    (line,) = [one.getMessage() for one in caplog.records if one.name == "bench.kernels"]
+    (line,) = [one.getMessage() for one in caplog.records if one.name == "lab.kernels"]
     assert line == "moe has no kernel for NVIDIA B200: away-1, away-2 skipped"

@@ -1,11 +1,11 @@
-"""`peagle-bench kernels`: times each kernel against its XLA reference, on the shapes of real
+"""`python -m lab kernels`: times each kernel against its XLA reference, on the shapes of real
 models.
 
 Each call has its own arguments, so that weights come from device memory and not from the L2 cache.
 Where calls are so short that the host may take longer than the GPU, their time is that of their
-kernels in a trace. The cases are the specs of an operation: `specs.py` has `SPECS`, name -> spec,
-and `build(spec)`, a function to jit that requires the kernel, and its argument shapes. It may also
-have:
+kernels in a trace. The cases are the specs of an operation: its module in `lab/specs` has `SPECS`,
+name -> spec, and `build(spec)`, a function to jit that requires the kernel, and its argument
+shapes. It may also have:
 
 - `inputs(spec, key)`: arguments, if random values and zeros are invalid for the operation.
 - `bytes(spec)`: bytes moved, if not every argument and result once.
@@ -27,11 +27,11 @@ import jax.numpy as jnp
 
 from bench import rows
 from bench.command import RESULTS, Command, RowOptions, repeatable
-from bench.kernel_jobs import Job, log_failure, side_by_side
-from bench.kernel_specs import ops, specs_of, specs_on
-from bench.kernel_timing import SHORT, Program
 from bench.report import show
 from bench.roofline import CHIPS
+from lab.kernel_jobs import Job, log_failure, side_by_side
+from lab.kernel_timing import SHORT, Program
+from lab.specs import ops, specs_of, specs_on
 from pallas_kernels import dispatch
 from pallas_kernels.device import GENERATIONS, Device, describe
 from peagle_jax.cli import runs
@@ -50,7 +50,7 @@ class Options(RowOptions):
 
     Args:
       op: operation, a folder of pallas_kernels; repeatable, all without it
-      spec: spec, a named shape in the operation's specs.py; repeatable, all without it
+      spec: spec, a named shape in the operation's module of lab/specs; repeatable, all without it
       jobs: processes that compile side by side; each takes 2 to 4 GB of memory of the host. One
         spec is measured at a time
     """
@@ -289,6 +289,5 @@ compiled by XLA. Needs a Hopper or Blackwell GPU.
     run=run,
     removed={
         "configs": "each kernel chooses its own; leave it out",
-        "ladder": "it is `python -m lab ladder` in a clone of the repository",
     },
 )

@@ -1,4 +1,4 @@
-"""The operations of pallas_kernels and their specs, the shapes that models use."""
+"""The operations of pallas_kernels and their specs, the shapes that models use: a module each."""
 
 import importlib
 from pathlib import Path
@@ -8,17 +8,15 @@ from typing import Any
 from pallas_kernels import dispatch
 from pallas_kernels.device import Device
 
-_KERNELS = Path(__file__).parents[1] / "pallas_kernels"
-
 
 def ops() -> list[str]:
-    """Operations with a `specs.py`."""
-    return sorted(path.parent.name for path in _KERNELS.glob("*/specs.py"))
+    """Operations with specs."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
 
 
 def specs_of(op: str) -> ModuleType:
-    """The specs of an operation, or of a package of the same form by its dotted name."""
-    return importlib.import_module(f"{op if '.' in op else f'pallas_kernels.{op}'}.specs")
+    """The specs of an operation, or of a package that has some by its dotted name."""
+    return importlib.import_module(f"{op}.specs" if "." in op else f"lab.specs.{op}")
 
 
 def specs_on(op: str, device: Device) -> dict[str, Any]:

@@ -1,41 +1,17 @@
-"""`peagle-bench kernels --jobs`: all specs are compiled, then each is measured in turn."""
+"""`python -m lab kernels --jobs`: all specs are compiled, then each is measured in turn."""
 
 import contextlib
 import os
-import time
 from pathlib import Path
 
 import pytest
 
-from bench import kernel_timing, kernels
-from bench.kernel_jobs import Job, side_by_side
-from bench.kernels import compile_job, measure_job
-from pallas_kernels.rms_norm import specs
+from lab import kernel_timing, kernels
+from lab.kernel_jobs import Job, side_by_side
+from lab.kernels import compile_job, measure_job
+from lab.specs import rms_norm as specs
+from lab.tests.noted_jobs import compile_, measure
 from peagle_jax.cli import runs
-
-
-def note(job: Job, what: str) -> None:
-    """Adds a line to the file that is named by the operation."""
-    with Path(job.op).open("a") as file:
-        file.write(f"{what} {job.spec}\n")
-
-
-def compile_(job: Job, turn) -> bool:
-    note(job, "compile")
-    if job.spec == "slow":
-        time.sleep(3600)
-    return job.spec != "alone"
-
-
-def measure(job: Job, turn) -> list[dict]:
-    with turn:
-        if job.spec == "bad":
-            raise ValueError("too large\nand so on")
-        if job.spec == "dead":  # the others still get their turns
-            os._exit(1)
-        note(job, "begin")
-        note(job, "end")
-    return [{"spec": job.spec, "process": os.getpid(), "reference": job.reference}]
 
 
 @pytest.mark.slow
@@ -44,11 +20,11 @@ def test_all_compile_before_one_is_measured_and_one_is_at_a_time(tmp_path, caplo
     file = str(tmp_path / "notes")
     names = ["a", "bad", "dead", "slow", "alone"]
     jobs = [Job(file, name) for name in names]
-    rows = list(side_by_side(jobs, 2, compile_, measure, seconds=10))
+    rows = list(side_by_side(jobs, 2, compile_, measure, seconds=3))
     found = {row["spec"]: row["reference"] for row in rows}
     assert found == {"a": True, "slow": False, "alone": False}
     assert len({row["process"] for row in rows} | {os.getpid()}) == 4
-    assert f"{file} slow: RuntimeError: died, or not done in 10 s" in caplog.text
+    assert f"{file} slow: RuntimeError: died, or not done in 3 s" in caplog.text
     assert f"{file} slow: measured without its reference" in caplog.text
     assert f"{file} bad: RuntimeError: ValueError: too large" in caplog.text
     assert f"{file} dead: RuntimeError: died" in caplog.text

@@ -1,4 +1,4 @@
-"""Kernels compiled side by side and measured one at a time (`peagle-bench kernels --jobs`).
+"""Kernels compiled side by side and measured one at a time (`python -m lab kernels --jobs`).
 
 Tracing and compiling take seconds of a CPU for each spec, and measuring takes less. Each spec has a
 process of its own, twice: first all specs are compiled onto disk, then each is measured while no
@@ -16,10 +16,12 @@ import multiprocessing
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.cells import progress_bar
+from tqdm import tqdm
 
 _log = logging.getLogger(__name__)
 _SECONDS = 60
@@ -73,25 +75,31 @@ def _run(
     jobs: Sequence[Job], processes: int, function: Function, seconds: int, title: str
 ) -> Iterator[tuple[Job, Any]]:
     """Runs jobs in processes of their own; yields each with its result, None where it failed."""
+    context = multiprocessing.get_context("spawn")
+
+    def run(job: Job) -> Any:
+        received, sent = context.Pipe(duplex=False)
+        given = (function, job, Path(lock.name), seconds, sent)
+        process = context.Process(target=_child, args=given)
+        process.start()
+        sent.close()  # so that the end of the process ends the pipe
+        try:
+            return received.recv()
+        except EOFError:
+            return RuntimeError(f"died, or not done in {seconds} s")
+        finally:
+            process.join()
+
     with (
         tempfile.NamedTemporaryFile() as lock,
-        multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool,
-        progress_bar(desc=title, total=len(jobs), unit="spec") as bar,
+        ThreadPoolExecutor(processes) as pool,
+        tqdm(desc=title, total=len(jobs), unit="spec", disable=None) as bar,
     ):
-        shares = [
-            pool.apply_async(_child, (function, job, Path(lock.name), seconds)) for job in jobs
-        ]
-        for job, share in zip(jobs, shares, strict=True):
-            result = None
-            try:
-                # The jobs that began with this one may be measured before it, one after the other.
-                result = share.get(timeout=seconds * (processes + 1))
-            except multiprocessing.TimeoutError:
-                log_failure(job.op, job.spec, RuntimeError(f"died, or not done in {seconds} s"))
-            except Exception as error:
-                log_failure(job.op, job.spec, error)
+        for job, result in zip(jobs, pool.map(run, jobs), strict=True):
+            if is_failure := isinstance(result, Exception):
+                log_failure(job.op, job.spec, result)
             bar.update()
-            yield job, result
+            yield job, None if is_failure else result
 
 
 class _Turn:
@@ -111,12 +119,12 @@ class _Turn:
         self._file.close()
 
 
-def _child(function: Function, job: Job, lock: Path, seconds: int) -> Any:
+def _child(
+    function: Function, job: Job, lock: Path, seconds: int, result: connection.Connection
+) -> None:
     """In the process of a job, which the alarm ends if it takes too long."""
     signal.alarm(seconds)
     try:
-        return function(job, _Turn(lock, seconds))
+        result.send(function(job, _Turn(lock, seconds)))
     except Exception as error:  # any error can be pickled so
-        raise RuntimeError(f"{type(error).__name__}: {error}") from None
-    finally:
-        signal.alarm(0)
+        result.send(RuntimeError(f"{type(error).__name__}: {error}"))

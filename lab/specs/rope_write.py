@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from lab.specs.verify_attention import on_full_cache
 from pallas_kernels.rope_write import api
-from pallas_kernels.verify_attention.specs import on_full_cache
 
 MMA: dict[int, str] = {}
 """No matrix instruction on any chip."""
