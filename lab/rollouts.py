@@ -122,6 +122,8 @@ def updates(options: Options) -> Iterator[dict]:
     models = Models.random(chosen, [method], dtype=dtype)
     order_weights(models.target, options.activations)
     engine = _updated_engine(models, options, method, count)
+    name, weights = models.name, models.weights
+    del models  # the engine has arrays of its own where it arranges weights
     prompts = np.random.default_rng(0).integers(
         0, chosen.target.vocab_size, (count, options.prompt_tokens)
     )
@@ -139,9 +141,9 @@ def updates(options: Options) -> Iterator[dict]:
             row["equal_texts"] = row["equal_texts"] and before.outputs == after.outputs
         yield {
             "kind": "weight-update",
-            "model": models.name,
+            "model": name,
             "dtype": dtype,
-            "weights": models.weights,
+            "weights": weights,
             "layout": layout,
             "concurrency": count,
             "method": method,
