@@ -25,6 +25,7 @@ from bench import roofline, rows
 from bench.cells import PLAIN, Variant, Work, cells_config, compile_all
 from bench.command import (
     METHODS,
+    RANDOM_METHODS,
     RESULTS,
     CellOptions,
     Command,
@@ -188,7 +189,7 @@ def _variant(text: str) -> Variant:
     drafts, _, adaptive = rest.partition(":")
     if text == "none":
         return PLAIN
-    is_known = method in METHODS and method != "none"
+    is_known = method in RANDOM_METHODS and method != "none"
     if not is_known or not drafts.isdecimal() or not int(drafts):
         raise ConfigError(f"--variants {text}: must be none, METHOD:K or METHOD:K:ADAPTIVE")
     check_num_drafts((int(drafts),))

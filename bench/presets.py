@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from bench.command import PRESET_SUFFIX
-from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
+from peagle_jax.config import BlockConfig, ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.presets import PRESETS
 from peagle_jax.rope_config import Llama3Scaling, RopeConfig
 
@@ -25,8 +25,8 @@ FORMATS: dict[str, tuple[Format, ...]] = {
 }
 """Formats of the released checkpoints, by family."""
 
-PEAGLE_LAYERS = 4
-"""Layers of every published P-EAGLE head."""
+PEAGLE_LAYERS, DFLASH_LAYERS = 4, 5
+"""Layers of every published P-EAGLE head, and of most DFlash heads."""
 EAGLE3_VOCAB = 32000
 """Draft vocabulary of the published EAGLE-3 heads; P-EAGLE's have the target's."""
 
@@ -85,11 +85,12 @@ class Preset:
         """Name of the format in rows: a dtype, fp8 or mxfp4."""
         return _WEIGHTS.get(self.format, self.format)
 
-    def head(self, method: Literal["eagle3", "peagle"]) -> DrafterConfig:
+    def head(self, method: Literal["eagle3", "peagle", "dflash"]) -> DrafterConfig:
         """The head for this target: P-EAGLE with four layers, embedding and logits of its own over
-        the whole vocabulary; EAGLE-3 with one layer, the target's embedding and 32000 draft tokens.
+        the whole vocabulary; EAGLE-3 with one layer, the target's embedding and 32000 draft tokens;
+        DFlash with five layers and the target's tables.
         """
-        target, parallel = self.target, method == "peagle"
+        target, parallel, is_block = self.target, method == "peagle", method == "dflash"
         dense = (
             target.num_heads,
             target.num_kv_heads,
@@ -101,17 +102,20 @@ class Preset:
         return DrafterConfig(
             method=method,
             vocab_size=V,
-            draft_vocab_size=V if parallel else min(EAGLE3_VOCAB, V),
+            draft_vocab_size=min(EAGLE3_VOCAB, V) if method == "eagle3" else V,
             hidden_size=target.hidden_size,
             target_hidden_size=target.hidden_size,
-            num_layers=PEAGLE_LAYERS if parallel else 1,
+            num_layers={"peagle": PEAGLE_LAYERS, "dflash": DFLASH_LAYERS}.get(method, 1),
             **shape._asdict(),
             norm_eps=target.norm_eps,
             rope=RopeConfig(theta=5e5, scaling=Llama3Scaling(factor=8.0)),
             # The default (2, L/2, L-3), clipped to the layers of a shortened target.
             taps=tuple(sorted((min(2, L), L // 2, max(L - 3, 0)))),
-            mask_token_id=_MASK_IDS.get(self.base, V - 1) if parallel else None,
+            mask_token_id=None if method == "eagle3" else _MASK_IDS.get(self.base, V - 1),
             own_embedding=parallel,
+            own_lm_head=not is_block,
+            qk_norm=is_block,
+            block=BlockConfig(causal=(False,) * DFLASH_LAYERS) if is_block else None,
             selector_rank=self.selector_rank if parallel else 0,
             selector_kind=self.selector_kind,
         )

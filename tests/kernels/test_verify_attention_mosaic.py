@@ -31,7 +31,8 @@ CLOSE = dict(rtol=2**-8, atol=2**-8)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Rows start at `starts`; the cache holds scattered pages, as many as `width` a sequence."""
+    """Rows start at `starts`; the cache holds scattered pages, as many as `width` a sequence. All
+    rows of a `block` see what its last one sees."""
 
     starts: tuple[int, ...]
     T: int
@@ -43,6 +44,7 @@ class Case:
     window: int | None = None
     sinks: bool = False
     fp8: bool = False
+    block: bool = False
 
     def inputs(self):
         B, N = len(self.starts), self.K * self.G
@@ -53,7 +55,8 @@ class Case:
         k, v = (jax.random.normal(key, pages, jnp.bfloat16).astype(kept) for key in keys[1:])
         order = np.random.default_rng(0).permutation(B * self.width)
         table = jnp.asarray(1 + order.reshape(B, self.width), jnp.int32)
-        positions = jnp.asarray(self.starts, jnp.int32)[:, None] + jnp.arange(self.T)
+        rows = jnp.full(self.T, self.T - 1) if self.block else jnp.arange(self.T)
+        positions = jnp.asarray(self.starts, jnp.int32)[:, None] + rows
         sinks = jnp.linspace(-1, 3, N).astype(jnp.bfloat16) if self.sinks else None
         return q, k, v, table, positions, sinks
 
@@ -114,6 +117,8 @@ def exactly(run, *inputs):
         Case((40,), T=70, K=1, G=2, H=64, Z=16, width=8),
         Case((70, 5), T=2, K=1, G=8, H=64, Z=16, width=8, fp8=True),
         Case((95,), T=3, K=1, G=2, H=256, Z=16, width=8, fp8=True),
+        Case((70, 5), T=8, K=1, G=4, H=64, Z=16, width=8, block=True),
+        Case((195,), T=8, K=1, G=4, H=64, Z=16, width=8, window=70, block=True),
     ],
     ids=[
         "two-sequences",
@@ -125,6 +130,8 @@ def exactly(run, *inputs):
         "two-row-tiles",
         "fp8",
         "fp8-head-dim-256",
+        "block",
+        "block-in-a-ring",
     ],
 )
 def test_kernel_equals_the_definition_however_the_work_is_cut(chip, case):
