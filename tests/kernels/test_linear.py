@@ -63,6 +63,16 @@ def test_bfloat16_rows_meet_the_weight_rounded_to_bfloat16(form, N):
     assert np.allclose(np.asarray(narrow, np.float64), wanted, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", ["plain", "fp8 blocks"])
+def test_a_bfloat16_row_alone_has_the_bits_of_one_in_company(form):
+    values, scale = weight_of(form, 768, 256)
+    values = values if scale is not None else values.astype(jnp.bfloat16)
+    x = rows(8, 256, jnp.bfloat16)
+    product = jax.jit(lambda x: linear(x, values, scale=scale, out_dtype=jnp.float32))
+    assert (product(x[:1]) == product(x)[:1]).all()
+    assert (product(x[None, :1])[0] == product(x[0])).all()
+
+
 @pytest.mark.parametrize("form", FORMATS[1:])
 def test_only_a_tile_is_ever_unpacked(form):
     N, K = 16 * TILE, 256
