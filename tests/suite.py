@@ -80,9 +80,10 @@ def eager_moves():
         yield
 
 
-MOST_MAPS = 7000
-"""Most memory maps of a process with which its compiled programs stay for the next file of tests.
-Those of a tiny engine take about 400 maps and 80 MB."""
+MOST_MAPS = 16_000
+"""Most memory maps of a process with which its compiled programs stay for the next file of tests:
+2.7 GB. Programs that are dropped are traced and loaded again, which took a third of the time of
+tests/engine with 7,000 maps. Those of a tiny engine take about 400 maps."""
 
 
 MAPS_OF_A_PROCESS = 65_530
