@@ -34,7 +34,7 @@ def load_weights(
       model: Hugging Face folder, or a GGUF file; None is the embedded model.
       drafter: head folder; None is the head of `method` that ships for the target. `module:Class`
         has no head: `own_drafters.load_own` loads it.
-      method: "none" loads no head; "peagle" or "eagle3" must be the head's own method; None takes
+      method: "none" loads no head; another must be the head's own method; None takes
         the head's method (for the embedded model "peagle").
       dtype: dtype of all weights that are not quantised.
       quantization: "fp8" quantises the target's matrices during loading.

@@ -190,7 +190,7 @@ def test_a_foreign_host_is_refused_on_loopback_without_tokens():
     [
         ("MAX_NUM_SEQ", "2", "variable PEAGLE_MAX_NUM_SEQ: there is no option 'max_num_seq'"),
         ("PORT", "x", "variable PEAGLE_PORT: 'x' must be a whole number"),
-        ("METHOD", "medusa", "must be one of peagle, eagle3, none"),
+        ("METHOD", "medusa", "must be one of peagle, eagle3, dflash, none"),
         ("TLS_CERT", "", "tls_cert='' must be left out or given"),
         ("SERVICE_PORT", "50051", "enableServiceLinks: false"),
         ("SERVE_PORT_50051_TCP_ADDR", "10.0.0.1", "enableServiceLinks: false"),
