@@ -26,6 +26,15 @@ def test_deep_layers_start_as_the_targets_last_ones():
     assert (fresh.layers[-1].mlp.down.weight[...] != theirs).any(), "it has no norms to copy"
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "taps"), [(36, (2, 10, 18, 26, 34)), (40, (2, 11, 20, 29, 38)), (3, (2,))]
+)
+def test_a_block_drafter_taps_what_the_released_ones_tap(num_layers, taps):
+    """Those of Qwen3-8B and 14B; a small target has fewer streams."""
+    target = dataclasses.replace(tiny.TARGET, num_layers=num_layers)
+    assert recipe.spread_taps(target) == taps
+
+
 @pytest.mark.parametrize("family", ["qwen2", "llama with biases", "mistral"])
 def test_a_head_starts_from_layers_without_their_biases(family):
     target = tiny.target(**tiny.TARGETS[family])
