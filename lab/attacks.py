@@ -160,6 +160,13 @@ ATTACKS = (
         prepare=attempts.call(_request, ("x-padding", "a" * _MIB)),
     ),
     Attack(
+        name="http: constraints of great cost",
+        right=_REFUSED,
+        count=60,
+        clients=16,
+        prepare=attempts.costly_constraints,
+    ),
+    Attack(
         name="http: two lengths of a body",
         right=frozenset({"400"}),
         count=64,

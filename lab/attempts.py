@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
@@ -103,6 +104,19 @@ async def _code(method, target: Target, content: bytes, metadata: Iterable = ())
         return "OK"
     except grpc.aio.AioRpcError as error:
         return error.code().name
+
+
+def costly_constraints(target: Target) -> Attempt:
+    """Constraints whose check exceeds its limits, each one a new one."""
+    numbers = itertools.count(200_000)
+
+    def attempt() -> Awaitable[str]:
+        pattern = f"{os.getpid()}a{{{next(numbers)}}}"
+        body = {"prompt": "a", "max_tokens": 8, "structured_outputs": {"regex": pattern}}
+        content = json.dumps(body).encode()
+        return exchange(target.http, _json_head(target, "/v1/completions", len(content)) + content)
+
+    return attempt
 
 
 def big_header(target: Target) -> Attempt:

@@ -32,6 +32,7 @@ from serving.grammar_process import CPU_SECONDS, Vocabulary
 from serving.messages import Checked, Description, MatcherOf, Worker
 from serving.networks import network
 
+_NICE = 10
 _MAX_SECONDS = 30.0
 """Longest wait for one check, on a busy machine; `grammar_process` limits its processor time."""
 
@@ -56,6 +57,7 @@ class Process(BoundedProcess):
             command or child_python.command("serving.grammar_process"),
             seconds=seconds,
             greeting=lambda: asdict(vocabulary()),
+            nice=_NICE,
         )
 
     def ask(self, question: dict) -> dict | None:

@@ -13,7 +13,6 @@ which takes the same time.
 """
 
 import json
-import os
 import sys
 import threading
 from collections.abc import Collection, Mapping
@@ -31,7 +30,6 @@ from peagle_jax.text.tokenizer import Tokenizer
 from serving.constraint_memory import allocated
 
 CPU_SECONDS = 2
-_NICE = 10
 MEMORY = 512 << 20
 """Bytes of address space beyond those of the idle process."""
 MOST_COMPILED = 32 << 20
@@ -105,7 +103,6 @@ def _check(
 
 def main() -> None:
     """Reads the vocabulary and constraints from stdin until its end."""
-    os.nice(_NICE)
     vocabulary = Vocabulary(**json.loads(sys.stdin.readline()))
     tokenizer = vocabulary.tokenizer()
     threading.stack_size(STACK)

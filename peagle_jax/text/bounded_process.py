@@ -55,6 +55,7 @@ class BoundedProcess:
       seconds: maximum time of an answer on a busy machine, including the start. The child limits
         its processor time.
       greeting: returns the first message after each start; None: there is none.
+      nice: how much it leaves the processor to others, from its start on.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class BoundedProcess:
         *,
         seconds: float,
         greeting: Callable[[], object] | None = None,
+        nice: int = 0,
     ):
+        self._nice = nice
         self._what, self._command, self._seconds = what, command, seconds
         self._greeting = greeting
         self._process: subprocess.Popen | None = None
@@ -151,11 +154,16 @@ class BoundedProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=child_python.environment(),
-                start_new_session=True,  # an interrupt at the terminal is for the parent alone
+                # An interrupt at the terminal is for the parent alone. A session of its own would
+                # be a group of Linux's scheduler, within which alone `nice` counts.
+                process_group=0,
             )
         except OSError as error:
             rule = f"{self._what} cannot be started ({error}); try again"
             raise UnavailableError(rule) from error
+        with contextlib.suppress(ProcessLookupError):
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, own + self._nice)
         os.set_blocking(self._process.stdin.fileno(), False)
 
     def _send(self, line: bytes, deadline: float) -> None:

@@ -96,6 +96,21 @@ def test_only_the_caller_itself_aborts_its_request(server, callers):
     assert reason(stream) == pb.FINISH_REASON_ABORT
 
 
+def test_counts_are_those_of_all_callers_and_need_a_token(server, callers):
+    first, second = callers
+    url = f"http://{server.http_address}/metrics"
+
+    def counted(caller: Caller) -> str:
+        text = httpx.get(url, headers={"authorization": caller.header}).text
+        return next(x for x in text.splitlines() if x.startswith("vllm:generation_tokens_total"))
+
+    before = counted(second)
+    assert first.post().status_code == 200
+    eventually(lambda: counted(second) != before)
+    assert counted(first) == counted(second)
+    assert httpx.get(url).status_code == 401
+
+
 def test_ids_are_unique_among_a_callers_own(server, callers):
     """And the answer to an id is the same whether or not another caller runs it."""
     first, second = callers

@@ -1,6 +1,7 @@
 """Constraints are checked in a process of their own: hostile ones end there, in bounded time."""
 
 import asyncio
+import os
 import subprocess
 import threading
 import time
@@ -115,6 +116,20 @@ def test_a_hostile_constraint_is_refused_in_bounded_time_and_the_next_one_is_not
     assert (error.code, error.field) == (Code.INVALID_ARGUMENT, "response_format")
     assert ("too complex" in error.message) == (name in FATAL), error.message
     assert "\n" not in error.message
+
+
+def test_checks_leave_the_processor_to_the_engine(engine):
+    """`nice` counts within a session alone: Linux's scheduler gives each its own share."""
+
+    async def work(made):
+        await made.compile(Structured.regex("a"), field="f")
+        (pid,) = (one._process.pid for one in made._processes if one._process is not None)
+        nice = lambda process: os.getpriority(os.PRIO_PROCESS, process)
+        assert nice(pid) == min(19, nice(0) + 10)
+        assert os.getsid(pid) == os.getsid(0)
+        assert os.getpgid(pid) != os.getpgid(0)  # an interrupt at the terminal does not reach it
+
+    run(engine, work)
 
 
 class Held:

@@ -156,6 +156,9 @@ def test_tokens_and_counts_are_those_of_the_api(server, page):
     block = answer["metrics"]["speculative_decoding"]
     assert page.figure("Tokens per round (AL)") == f"{block['mean_acceptance_length']:.2f}"
     assert page.figure("Rounds") == str(block["num_spec_steps"])
+    counts = sorted({len(one["drafts"]) for one in choice["rounds"][1:]})
+    k = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+    assert page.text(".run h2").endswith(f"K = {k}")
     assert len(page.all(".run .positions tr")) == block["num_spec_tokens"]
     page.check_quiet()
 

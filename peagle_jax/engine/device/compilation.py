@@ -311,8 +311,9 @@ class _Child:
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__,
                 pass_fds=[end.fileno()],
-                # A terminal's interrupt is for the parent, whose end ends the child.
-                start_new_session=True,
+                # A terminal's interrupt is for the parent, whose end ends the child. No session of
+                # its own: `nice` counts within a session alone.
+                process_group=0,
                 env=child_python.environment() | CHILD_ENVIRONMENT,
             )
         if has_low_priority:
