@@ -249,7 +249,7 @@ class DrafterConfig:
     selector_rank: int = 0
     """Inner width of the selector, see `selector`; 0: the head has none."""
     selector_kind: Literal["pairs", "lattice"] = "pairs"
-    """`method.selector`, or `method.lattice`, whose rank below 32 or a multiple of it."""
+    """`method.selector` or `method.lattice`; above 32 a lattice's rank is a multiple of it."""
     block: BlockConfig | None = None
     """Of a `dflash` head."""
 
