@@ -16,6 +16,7 @@ Instruments of the development. Beside the commands below:
 """,
     commands={
         "batch": "commands of peagle-bench from a file, compiled beforehand side by side",
+        "follow": "drafts of a head that stays and of one that learns, while their target learns",
         "headroom": "what a choice among a P-EAGLE head's candidates can gain at most",
         "history": "what drafts copied from earlier texts of a caller would gain",
         "hostile": "attacks on a server: what honest clients see, and its resources",

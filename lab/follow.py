@@ -84,10 +84,8 @@ def follow(options: Options) -> Iterator[dict]:
     prompts = [tokenizer.encode(text) for text in PROMPTS for _ in range(options.answers)]
     is_wanted = np.array(["(" in tokenizer.decode([i]) for i in range(policy.config.vocab_size)])
     optimizer = optax.adam(options.learning_rate)
-    state, learning = (
-        optimizer.init(policy),
-        drafter_state(head, learning_rate=options.head_learning_rate),
-    )
+    state = optimizer.init(policy)
+    learning = drafter_state(head, learning_rate=options.head_learning_rate)
     update = jax.jit(_update, static_argnames="optimizer")
     for step in range(options.steps):
         asks = _asks(options, count, options.seed + step * count)
@@ -142,6 +140,7 @@ def _length(done: Sequence[Completion]) -> float:
 def draw(some: Sequence[dict], path: Path) -> None:
     """Acceptance lengths and rewards over steps."""
     figure, (lengths, rewards) = plotting.figure_with_panels(2)
+    figure.set_size_inches(8, 3)
     steps = [row["step"] for row in some]
     for name in ("refreshed", "frozen"):
         lengths.plot(steps, [row[name] for row in some], label=f"{name} head")
@@ -153,7 +152,7 @@ def draw(some: Sequence[dict], path: Path) -> None:
 
 
 COMMAND = Command(
-    examples=("follow --steps 24", "follow --out follow.jsonl --figure follow.png"),
+    examples=("follow --steps 24", "follow --out lab/data/follow.jsonl --figure docs/follow.png"),
     description="""
 A policy gradient on the embedded model, on the toy reward of notebooks/rollouts.ipynb. A row for
 each step has the acceptance length of a head that stays as it is, and of one that drafter_step
