@@ -12,13 +12,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from bench import decode_step, lossless, models, serve_load
+from bench import lossless, models, serve_load
 from bench.presets import preset
 from bench.rows import DATA
 from lab import batch
 from lab.__main__ import main
 from lab.batch import BatchOptions, Part, parts_of
-from lab.specs import specs_of
 from peagle_jax.config import ConfigError
 from peagle_jax.parallel.shares import check_shares
 from serving.sources import resolve
@@ -183,12 +182,7 @@ def test_the_commands_for_one_gpu_name_what_exists():
     parts = parts_of(ONE_GPU.read_text())
     assert all(part.seconds for part in parts)
     for options in [batch._parsed(line) for part in parts for line in part.lines]:
-        if isinstance(options, decode_step.Options | lossless.Options):
-            assert batch._work([options])
-        else:
-            known = [name for op in options.op for name in specs_of(op).SPECS]
-            assert known
-            assert set(options.spec or ()) <= set(known)
+        assert batch._work([options])
 
 
 def test_the_commands_for_served_models_end_in_time_and_keep_the_options_of_the_server(tmp_path):
