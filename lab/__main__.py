@@ -18,7 +18,6 @@ Instruments of the development. Beside the commands below:
         "batch": "commands of peagle-bench from a file, compiled beforehand side by side",
         "follow": "drafts of a head that stays and of one that learns, while their target learns",
         "headroom": "what a choice among a P-EAGLE head's candidates can gain at most",
-        "history": "what drafts copied from earlier texts of a caller would gain",
         "hostile": "attacks on a server: what honest clients see, and its resources",
         "humaneval": "share of HumanEval's problems that a model solves: pass@1 and pass@10",
         "kernels": "each GPU kernel beside its XLA reference: time, bandwidth, error",

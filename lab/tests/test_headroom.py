@@ -1,13 +1,10 @@
-"""`python -m lab headroom` and `history`: acceptance lengths without rounds."""
-
-from types import SimpleNamespace
+"""`python -m lab headroom`: acceptance lengths without rounds."""
 
 import numpy as np
 import pytest
 
 from bench.models import Models
 from lab.headroom import as_text, drafted, expected
-from lab.history import Exchange, Texts, simulated
 from peagle_jax.config import EngineConfig
 from peagle_jax.engine.engine import Engine
 from peagle_jax.sampling_params import SamplingParams
@@ -56,22 +53,3 @@ def test_the_expected_length_is_the_sum_of_the_chances(models):
     chances = {law: expected(values, None, K)["acceptance_length"] for law, values in laws.items()}
     assert chances["best of 8"] == pytest.approx(K + 1), "all tokens"
     assert 1 < chances["selector, drawn"] < K + 1
-
-
-def test_a_copy_continues_the_longest_match_by_the_most_frequent_token():
-    texts = Texts()
-    texts.add([1, 2, 3, 4, 5, -1, 9, 1, 2, 3, 6, 5, -1, 8, 1, 2, 3, 6, 7, -1, 2, 9, 1, 2, 3])
-    assert texts.copied(0, 24, 4) == ([6, 5], 4), "9 1 2 3 stood before 6 5"
-    assert texts.copied(0, 16, 1) == ([6], 3), "of equal matches the last"
-    assert texts.copied(13, 16, 2) == ([], 0), "nothing in the same text"
-    assert texts.correct(16, [6, 7, 5]) == 2
-
-
-def test_history_repeats_what_the_text_alone_does_not_know():
-    rng = np.random.default_rng(1)
-    prompt, answer = rng.permutation(50).tolist(), (50 + rng.permutation(41)).tolist()
-    none = SimpleNamespace(heads={})
-    found = simulated(none, [Exchange("again", prompt, answer)] * 2, (3, 7))
-    assert found["text"] == {3: 1.0, 7: 1.0}
-    first, second = 40, 10  # rounds; the second answer has three drafts a round
-    assert found["history"][3] == pytest.approx(80 / (first + second))
