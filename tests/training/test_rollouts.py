@@ -50,7 +50,7 @@ def test_texts_are_cut_and_padded_to_one_length():
     class Done:
         prompt, tokens = [5, 6, 7], [8, 9]
 
-    tokens, prompt, length, _ = texts_of([Done, Done], 4)
+    tokens, prompt, length, *_ = texts_of([Done, Done], 4)
     assert tokens.tolist() == [[5, 6, 7, 8]] * 2
     assert texts_of([Done], 7).tokens.tolist() == [[5, 6, 7, 8, 9, 0, 0]]
     assert (prompt.tolist(), length.tolist()) == ([3, 3], [4, 4])
