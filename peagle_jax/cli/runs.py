@@ -14,7 +14,6 @@ from pathlib import Path
 
 from pallas_kernels import dispatch
 from peagle_jax.checkpoint import Quantization, load_head
-from peagle_jax.checkpoint.shipped import shipped_heads
 from peagle_jax.cli.loading import load_weights
 from peagle_jax.cli.model_folders import embedded
 from peagle_jax.config import ConfigError, EngineConfig
@@ -299,7 +298,7 @@ def load_methods(
 
     Args:
       model: Hugging Face folder; None is the embedded model with its own heads.
-      drafters: head folders; none: those that ship for the target.
+      drafters: head folders; none with `model` None means the embedded heads.
       dtype, quantization, taps, tensor_parallel, activations, lora: as in
         `loading.load_weights`.
 
@@ -311,9 +310,8 @@ def load_methods(
     target, _, tokenizer = load_weights(
         model, None, method="none", activations=activations, lora=lora, **rules
     )
-    if not drafters:
-        shipped = [embedded("eagle3"), embedded("peagle")]
-        drafters = shipped if model is None else shipped_heads(Path(model)).values()
+    if not drafters and model is None:
+        drafters = [embedded("eagle3"), embedded("peagle")]
     heads: dict[str, DraftHead] = {}
     for folder in drafters:
         head = load_head(folder, target.config, dtype=dtype, taps=taps, devices=devices)
