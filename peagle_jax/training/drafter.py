@@ -188,10 +188,11 @@ def make_task(
       ConfigError: the texts cannot be read, or are too few for a batch.
       CheckpointError: the head does not fit the target.
     """
-    text, heldout = (load_text(target.config, options.texts, n) for n in ("train", "heldout"))
+    taps = config.taps or target.config.default_taps
+    load = partial(load_text, target.config, options.texts, taps=taps)
+    text, heldout = load("train"), load("heldout")
     draft_ids = _draft_ids(config, target.config, text)
     params, merge = split_model(init_head(config, target, run.seed, draft_ids))
-    taps = config.taps or target.config.default_taps
     weights, merge_target = split_model(target)
 
     def loss(params, weights, text, key):

@@ -7,6 +7,7 @@ anchors, and a draft has a loss while all before it are among their candidates.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -209,7 +210,8 @@ def make_task(
     """
     if head.config.method != "peagle":
         raise ConfigError("a selector belongs to a P-EAGLE head: EAGLE-3 sees its earlier drafts")
-    text, heldout = (load_text(target.config, options.texts, n) for n in ("train", "heldout"))
+    load = partial(load_text, target.config, options.texts, taps=_taps(head, target))
+    text, heldout = load("train"), load("heldout")
     pieces = held_out(heldout, options.batch, options.eval_sequences)
     config = replace(head.config, selector_rank=rank, selector_kind=kind)
     new = selector_class(config)(config, dtype=jnp.float32, rngs=nnx.Rngs(run.seed))

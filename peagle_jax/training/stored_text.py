@@ -32,15 +32,20 @@ def rows_of(text: Text, index) -> Text:
     return jax.tree.map(lambda x: x[index], text)
 
 
-def load_text(config: TargetConfig, folder: Path, name: str) -> Text:
+def load_text(
+    config: TargetConfig, folder: Path, name: str, taps: tuple[int, ...] | None = None
+) -> Text:
     """Texts of `folder/{name}.npz`, for a target with this config.
 
+    Args:
+      taps: those of which the texts get the states, where `folder` has them for all texts.
     Raises:
       ConfigError: the file cannot be read, or holds what the target cannot have written.
     """
     path = folder / f"{name}.npz"
     try:
-        return _read(path, config)
+        text = _read(path, config)
+        return text if taps is None else _with_states(text, states_path(folder, name, taps), taps)
     except FileNotFoundError:
         raise
     except Exception as error:  # numpy and zipfile raise many kinds for broken files
@@ -55,34 +60,39 @@ def _read(path: Path, config: TargetConfig) -> Text:
         raise ConfigError(f"has no array {missing[0]!r}")
     text = Text(*(arrays.get(key) for key in Text._fields))
     _check(text, config)
-    return _with_states(text, path.parent, path.stem)
+    return text
 
 
-def states_note(folder: Path, name: str) -> Path:
-    """The file that describes the states of a target, as `states.write_states` makes them."""
-    return folder / f"{name}.states.json"
+def states_path(folder: Path, name: str, taps: tuple[int, ...]) -> Path:
+    """Of the states of texts, as `states.write_states` makes them, without the suffix: `.json` says
+    what is there, `.taps` and `.normed` are the arrays."""
+    return folder / f"{name}-states-{'-'.join(map(str, taps))}"
+
+
+def read_note(path: Path) -> dict:
+    """What `write_states` noted: `done`, the number of rows, and `dtype` and `hidden`."""
+    note = path.with_suffix(".json")
+    return json.loads(note.read_text()) if note.is_file() else {"done": 0}
 
 
 def open_states(
-    folder: Path, name: str, shape: tuple[int, int], described: dict, *, is_written: bool = False
+    path: Path, shape: tuple[int, int], num_taps: int, note: dict, *, is_written: bool = False
 ) -> list[np.memmap]:
     """Taps and normed states of texts [n, S], mapped; those to be written are made if missing."""
-    hidden, dtype = described["hidden"], jnp.dtype(described["dtype"])
     found = []
-    for part, width in (("taps", len(described["taps"]) * hidden), ("normed", hidden)):
-        path = folder / f"{name}.{part}"
-        mode = "r" if not is_written else "r+" if path.is_file() else "w+"
-        found.append(np.memmap(path, dtype, mode, shape=(*shape, width)))
+    for suffix, width in ((".taps", num_taps * note["hidden"]), (".normed", note["hidden"])):
+        file = path.with_suffix(suffix)
+        mode = "r" if not is_written else "r+" if file.is_file() else "w+"
+        found.append(np.memmap(file, jnp.dtype(note["dtype"]), mode, shape=(*shape, width)))
     return found
 
 
-def _with_states(text: Text, folder: Path, name: str) -> Text:
-    note = states_note(folder, name)
-    described = json.loads(note.read_text()) if note.is_file() else {"done": 0}
-    if described["done"] < len(text.tokens):
+def _with_states(text: Text, path: Path, taps: tuple[int, ...]) -> Text:
+    note = read_note(path)
+    if note["done"] < len(text.tokens):
         return text
-    taps, normed = open_states(folder, name, text.tokens.shape, described)
-    return text._replace(taps=taps, normed=normed)
+    tapped, normed = open_states(path, text.tokens.shape, len(taps), note)
+    return text._replace(taps=tapped, normed=normed)
 
 
 def _check(text: Text, config: TargetConfig) -> None:

@@ -356,7 +356,8 @@ def fit(task: Task, run: RunConfig) -> Params:
     params = devices.copied(jax.tree.map(jnp.copy, task.params))
     budget = Budget(run.out, run.steps, run.minutes, run.decay)
     with _checkpoints(run.out) as manager:
-        params, opt_state, step = _restore(manager, params, optimizer.init(params))
+        opt_state = devices.copied(optimizer.init(params))
+        params, opt_state, step = _restore(manager, params, opt_state)
         record, compiled = _Record(task, run, step), step + COMPILING_STEPS
         interval = 0.5 if sys.stderr.isatty() else 10.0
         # Closed also by Ctrl-C: an open bar is drawn again below the message.

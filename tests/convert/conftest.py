@@ -30,7 +30,7 @@ def checkpoints() -> dict[str, tuple[Path, list[str]]]:
     found = {}
     for path in sorted(GOLDEN.glob("*/model.safetensors")):
         name = path.parent.name
-        is_head = name.startswith(("peagle", "eagle"))
+        is_head = name.startswith(("peagle", "eagle", "dflash", "dspark"))
         found[name] = (path.parent, ["--target", str(target_of(name))] if is_head else [])
     found["embedded target"] = (embedded("target"), [])
     for name in ("peagle", "eagle3"):

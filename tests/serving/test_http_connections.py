@@ -575,4 +575,4 @@ def test_requests_of_one_connection_are_answered_in_order(server):
         answers = read_all(connection).split(b"HTTP/1.1 200 OK")[1:]
     counts = [json.loads(one.partition(b"\r\n\r\n")[2]) for one in answers]
     assert [one["usage"]["completion_tokens"] for one in counts[:2]] == [9, 3]
-    assert counts[2] == {"status": "serving"}
+    assert counts[2] == {"status": "serving", "paused": False}

@@ -271,14 +271,14 @@ def test_a_dead_engine_is_reported(make_engine):
 
     server.engine.programs.round = die
     with server.client() as http:
-        assert http.get("/ready").json() == {"status": "serving"}
+        assert http.get("/ready").json()["status"] == "serving"
         assert "RuntimeError" in refusal(http.post("/v1/completions", json=LONG), 500)["message"]
         refused = http.post("/v1/completions", json=LONG | dict(stream=True))
         refusal(refused, 503)
         assert "retry-after" not in refused.headers
         for path in ("/health", "/ready"):
             assert http.get(path).status_code == 503
-            assert http.get(path).json() == {"status": "dead"}
+            assert http.get(path).json()["status"] == "dead"
     server.close()
 
 

@@ -78,7 +78,7 @@ def test_posts_may_end_in_a_slash_too(http):
 
 
 def test_probes_of_other_servers(http):
-    assert http.get("/ping").json() == {"status": "serving"}
+    assert http.get("/ping").json() == {"status": "serving", "paused": False}
     assert http.post("/ping").status_code == 200
 
 
