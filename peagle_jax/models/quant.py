@@ -98,7 +98,7 @@ def _divided(largest: jax.Array, by: jax.Array) -> jax.Array:
 
 @jax.jit
 def fp8_values(weight: jax.Array, scale: jax.Array) -> jax.Array:
-    """The values of `quantize_fp8`, where the weight lies.
+    """The values of `quantize_fp8`, where the weight [..., N, K] lies; K is more than `BLOCK`.
 
     Args:
       scale: of `fp8_scale`. The two are programs of their own: in one, XLA may divide by other
