@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from peagle_jax.checkpoint.block_json import is_block
 from peagle_jax.checkpoint.checked import checked_head, checked_target
 from peagle_jax.checkpoint.converted import Converted
 from peagle_jax.checkpoint.fields import read_config
@@ -45,7 +46,7 @@ class Source:
     @property
     def unread_keys(self) -> list[str]:
         """Keys of config.json that change nothing."""
-        return unread_keys(self.kind == "head", read_config(self.folder))
+        return unread_keys(self.checkpoint, read_config(self.folder))
 
     @cached_property
     def files(self) -> list[dict]:
@@ -84,9 +85,12 @@ def read_header_bytes(path: Path) -> bytes:
         return prefix + file.read(int.from_bytes(prefix, "little"))
 
 
-def unread_keys(of_head: bool, raw: dict) -> list[str]:
+def unread_keys(checkpoint: Headers, raw: dict) -> list[str]:
     """Keys of config.json that change nothing."""
-    return head_unread_keys(raw) if of_head else target_unread_keys(raw)
+    if not is_head(checkpoint):
+        return target_unread_keys(raw)
+    names = {name.removeprefix("model.") for name in checkpoint.tensors}
+    return head_unread_keys(raw, is_block=is_block(names))
 
 
 def is_head(checkpoint: Headers) -> bool:

@@ -29,7 +29,7 @@ def inspect(folder: Path) -> Iterator[str]:
     form = "converted (Orbax)" if is_converted else "safetensors"
     yield f"{folder.absolute().name}: {_kind(checkpoint)}, {_model(raw)}, {form}"
     yield f"quantisation: {_quantization(infos, raw)}"
-    yield from unread_text(unread_keys(is_head(checkpoint), raw))
+    yield from unread_text(unread_keys(checkpoint, raw))
     dtypes = Counter()
     for info in infos.values():
         dtypes[DTYPE_NAMES[info.dtype]] += info.end - info.begin

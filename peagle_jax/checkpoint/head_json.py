@@ -65,7 +65,9 @@ _OWN_KEYS = {
     "trained_length",
     "selector_rank",
     "selector_kind",
-    # Of block drafters, see `block_json`.
+}
+"""Keys of a head that say nothing about its layers."""
+_BLOCK_KEYS = {
     "aux_hidden_state_layer_ids",
     "block_size",
     "confidence_head_with_markov",
@@ -84,7 +86,7 @@ _OWN_KEYS = {
     "sliding_window_non_causal",
     "target_layer_ids",
 }
-"""Keys of a head that say nothing about its layers."""
+"""The same of block drafters alone, see `block_json`."""
 
 
 def _architecture(head: Fields) -> str:
@@ -201,15 +203,19 @@ def _check_type(head: Fields, tensors: set[str]) -> None:
             raise head.error(f"{key} is {source.get(key)!r} but the file {has} mask_hidden")
 
 
-def head_unread_keys(raw: dict) -> list[str]:
-    """Keys of a head's config.json that no table lists and that have no effect, sorted."""
+def head_unread_keys(raw: dict, *, is_block: bool) -> list[str]:
+    """Keys of a head's config.json that no table lists and that have no effect, sorted.
+
+    Args:
+      is_block: whether the head is a block drafter.
+    """
+    own = _OWN_KEYS | (_BLOCK_KEYS if is_block else set())
     layers = raw.get("transformer_layer_config")
     known = {*HEAD_KEYS["llama"], *HEAD_KEYS["qwen3"]}
     if not isinstance(layers, dict):
-        return sorted({*stray_keys(raw, known | _OWN_KEYS), *stray_rope_keys(raw)})
-    inner = {*stray_keys(layers, known | _OWN_KEYS), *stray_rope_keys(layers)}
-    own = stray_keys(raw, _OWN_KEYS)
-    return sorted([*own, *(f"transformer_layer_config.{key}" for key in inner)])
+        return sorted({*stray_keys(raw, known | own), *stray_rope_keys(raw)})
+    inner = {*stray_keys(layers, known | own), *stray_rope_keys(layers)}
+    return sorted([*stray_keys(raw, own), *(f"transformer_layer_config.{key}" for key in inner)])
 
 
 def drafter_config(

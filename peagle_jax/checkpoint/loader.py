@@ -241,7 +241,8 @@ def load_head(
     folder = Path(folder)
     checkpoint = open_checkpoint(folder)
     config, layout = checked_head(folder, checkpoint, target, taps)
-    _name_unread_keys(folder, head_unread_keys)
+    is_block = config.block is not None
+    _name_unread_keys(folder, lambda raw: head_unread_keys(raw, is_block=is_block))
     with naming(folder):
         layout.check("the head")
         head = nnx.eval_shape(lambda: make_head(config, dtype=dtype, rngs=nnx.Rngs(0)))

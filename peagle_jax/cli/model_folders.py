@@ -9,6 +9,8 @@ from peagle_jax.method.own_drafters import is_own
 from peagle_jax.parallel.shares import check_shares
 
 ASSETS = Path(__file__).parents[1] / "assets"
+EMBEDDED_HEADS = ("eagle3", "peagle")
+"""Methods of which the embedded model has a head."""
 
 
 def embedded(name: str) -> Path:
@@ -36,10 +38,13 @@ def check_head_is_given(
     """Raises ConfigError if a user's model needs a draft head (method is not "none") and has none,
     or is not there.
 
-    Likewise if a method is given with a drafter of the user's own.
+    Likewise if the embedded model has no head of the method, or if one is given with a drafter of
+    the user's own.
     """
     if is_own(drafter) and method is not None:
         raise ConfigError(f"method {method} is of a head: leave it out with the drafter {drafter}")
+    if drafter is None and model is None and method not in (None, "none", *EMBEDDED_HEADS):
+        raise ConfigError(f"the embedded model has no {method} head: give --drafter DIR")
     if method != "none" and drafter is None and model is not None:
         if str(model).startswith(("/", ".")) and not Path(model).exists():  # no hub id
             raise ConfigError(f"{model}: no such folder")

@@ -15,7 +15,7 @@ from pathlib import Path
 from pallas_kernels import dispatch
 from peagle_jax.checkpoint import Quantization, load_head
 from peagle_jax.cli.loading import load_weights
-from peagle_jax.cli.model_folders import embedded
+from peagle_jax.cli.model_folders import EMBEDDED_HEADS, embedded
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.devices import Devices
 from peagle_jax.engine.device import compilation, stored_programs
@@ -311,7 +311,7 @@ def load_methods(
         model, None, method="none", activations=activations, lora=lora, **rules
     )
     if not drafters and model is None:
-        drafters = [embedded("eagle3"), embedded("peagle")]
+        drafters = list(map(embedded, EMBEDDED_HEADS))
     heads: dict[str, DraftHead] = {}
     for folder in drafters:
         head = load_head(folder, target.config, dtype=dtype, taps=taps, devices=devices)

@@ -65,16 +65,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def _warn_above(head: DrafterConfig, num_draft: int, max_model_len: int) -> None:
-    """Warns of more drafts, and of longer texts, than a head was trained for."""
-    trained, length = head.trained_num_draft, head.trained_length
-    if length is not None and max_model_len > length:
-        _log.warning(
-            "max_model_len=%d is above the %d tokens of the texts this head was trained on; "
-            "behind them few drafts will be accepted",
-            max_model_len,
-            length,
-        )
+def _warn_above(trained: int | None, num_draft: int) -> None:
+    """Warns of more drafts than a head was trained for."""
     if trained is not None and num_draft > trained:
         _log.warning(
             "num_speculative_tokens=%d is above the %d this head was trained for; the "
@@ -158,11 +150,12 @@ class Engine:
             weights_bytes=_num_bytes((target, drafter if head is None else head)),
         )
         self.tokenizer = tokenizer
+        self._trained_length = None if head is None else head.config.trained_length
         eos_ids = self.target_config.eos_ids
         taps = () if self.drafter_config is None else self.drafter_config.taps
         if head is not None:
             taps = taps or self.target_config.default_taps
-            _warn_above(head.config, config.num_draft, self.config.max_model_len)
+            _warn_above(head.config.trained_num_draft, config.num_draft)
         if accept is None:
             accept = verify_blocks if config.verify_method == "block" else verify
         self.programs = Programs(
@@ -402,7 +395,22 @@ class Engine:
         )
         request.arrival_time = time.monotonic()
         self.scheduler.add(request)
+        if request.num_draft:
+            self._warn_of_length(len(tokens) + params.max_tokens)
         return request
+
+    def _warn_of_length(self, length: int) -> None:
+        """Warns of the first request that may be longer than the texts of a head's training."""
+        trained = self._trained_length
+        if trained is not None and length > trained:
+            self._trained_length = None
+            _log.warning(
+                "a request may reach %d tokens, and this head was trained on texts of %d; fewer "
+                "drafts are accepted behind them: train it with a longer --length, or set a "
+                "smaller max_model_len",
+                length,
+                trained,
+            )
 
     def validate(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
         """Validates a request and returns the prompt's token ids. No side effects; thread-safe.

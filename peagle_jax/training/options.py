@@ -225,14 +225,37 @@ def _check_paths(args) -> None:
             raise ConfigError(f"--out {path}: is a file; give a folder")
 
 
+def _check_effects(args) -> None:
+    """Refuses options that the head of this method, or without a selector, does not have."""
+    method = f"--method {args.method}"
+    if args.method == "dflash":
+        for name in ("share", "draft_vocab"):
+            if getattr(args, name):
+                raise ConfigError(
+                    f"{_flag(name)} has no effect: {method} drafts from the target's tables"
+                )
+    if args.method == "eagle3" and "embedding" in args.share:
+        raise ConfigError(
+            f"--share embedding has no effect: {method} reads the target's embedding anyway"
+        )
+    if args.stage == "head" and args.selector_kind != "pairs":
+        without = "--no-selector" if args.method == "peagle" else method
+        if args.method != "peagle" or not args.selector:
+            raise ConfigError(
+                f"--selector-kind {args.selector_kind} has no effect: {without} trains no selector"
+            )
+
+
 def check(args) -> None:
     """Validates the options before jax is imported.
 
     Raises:
-      ConfigError: a number out of range, or a file that is not there.
+      ConfigError: a number out of range, a file that is not there, or an option without effect.
     """
     for name, value in vars(args).items():
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, int | float) and not isinstance(one, bool):
                 _check_number(name, one)
     _check_paths(args)
+    if args.stage != "synthesize":
+        _check_effects(args)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from convert.summary import inspect
 from peagle_jax.checkpoint import (
     CheckpointError,
     load_head,
@@ -146,10 +147,13 @@ def test_a_nested_head_without_a_class_is_known_by_its_tensors(name, tmp_path):
 
 def test_keys_of_a_head_that_change_nothing_are_named_once(tmp_path, caplog):
     config, tensors = layer_with(zebra=1)(*parts("peagle-1"))
-    folder = write_head(tmp_path, config | {"apple": 2}, tensors)
+    of_blocks = dict(input_embedding_scale=2.0, markov_rank=8, output_multiplier=3.0)
+    folder = write_head(tmp_path, config | {"apple": 2} | of_blocks, tensors)
     load_head(folder, target(), dtype="float32")
-    line = "keys of config.json that change nothing: apple, transformer_layer_config.zebra"
+    keys = ["apple", *of_blocks, "transformer_layer_config.zebra"]
+    line = f"keys of config.json that change nothing: {', '.join(keys)}"
     assert [record.message for record in caplog.records] == [f"{folder}: {line}"]
+    assert line in list(inspect(folder))
     caplog.clear()
     for name in HEADS:
         load_head(GOLDEN / name, target(), dtype="float32")

@@ -369,7 +369,17 @@ def test_the_engine_keeps_to_what_target_and_head_were_made_for(caplog):
     assert engine.config.max_model_len == 40
     assert "above the 2 this head was trained for" in caplog.text
     caplog.clear()
-    Engine(target, tiny.head(trained_num_draft=3, trained_length=40), EngineConfig(**SIZES))
+    Engine(target, tiny.head(trained_num_draft=3), EngineConfig(**SIZES))
     assert not caplog.text
-    Engine(target, tiny.head(trained_length=39), EngineConfig(**SIZES))
-    assert "max_model_len=40 is above the 39 tokens" in caplog.text
+
+
+def test_the_first_request_beyond_the_texts_of_a_heads_training_is_named_once(caplog, target):
+    engine = Engine(target, tiny.head(trained_length=20), EngineConfig(**SIZES))
+    for max_tokens, num_draft in ((16, None), (17, 0)):
+        params = SamplingParams(max_tokens=max_tokens, num_speculative_tokens=num_draft)
+        engine.add_request([1, 2, 3, 4], params)
+    assert not caplog.text
+    for max_tokens in (17, 18):
+        engine.add_request([1, 2, 3, 4], SamplingParams(max_tokens=max_tokens))
+    assert caplog.text.count("fewer drafts are accepted behind them") == 1
+    assert "may reach 21 tokens, and this head was trained on texts of 20" in caplog.text

@@ -56,6 +56,21 @@ def refusal(line: str, capsys) -> str:
             "--prompts {root}/no: no such file",
         ),
         ("plan --preset gpt-9", "--preset gpt-9: known are"),
+        (f"{HEAD} --method dflash --draft-vocab 9", "--draft-vocab has no effect: --method dflash"),
+        ("plan --preset gpt-9 --method dflash --share embedding", "--share has no effect: --meth"),
+        (f"{HEAD} --method eagle3 --share embedding", "--share embedding has no effect: --method"),
+        (
+            f"{HEAD} --method dflash --selector-kind lattice",
+            "--selector-kind lattice has no effect: --method dflash trains no selector",
+        ),
+        (
+            f"{HEAD} --method eagle3 --selector-kind lattice",
+            "--selector-kind lattice has no effect: --method eagle3 trains no selector",
+        ),
+        (
+            f"{HEAD} --no-selector --selector-kind lattice",
+            "--selector-kind lattice has no effect: --no-selector trains no selector",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(folders, capsys, line, message):
