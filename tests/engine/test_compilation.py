@@ -4,8 +4,11 @@ that fail.
 
 import contextlib
 import os
+import pty
 import resource
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +22,7 @@ from peagle_jax.engine.device.compilation import CompileError, Failure, compile_
 from peagle_jax.method import step
 from peagle_jax.method.verify import verify
 from tests import tiny
+from tests.waiting import LIMIT
 
 CONFIG = EngineConfig(
     num_draft=2, max_num_seqs=1, max_model_len=64, page_size=4, greedy_rounds=False
@@ -164,3 +168,41 @@ def test_a_rule_that_no_process_can_get_compiles_in_this_one(folder, caplog):
     alone.compile_missing(report=refuse)
     assert "programs compile in this process" in caplog.text
     assert len(alone.missing_on_disk()) == 3
+
+
+AT_A_TERMINAL = """
+import fcntl, os, termios
+from peagle_jax.engine.device.compilation import _Child
+
+fcntl.ioctl(2, termios.TIOCSCTTY, 0)
+settings = termios.tcgetattr(2)
+settings[3] |= termios.TOSTOP
+termios.tcsetattr(2, termios.TCSANOW, settings)
+child = _Child(b"no setup", has_low_priority=False)
+_, status = os.waitpid(child._process.pid, os.WUNTRACED)
+if os.WIFSTOPPED(status):
+    child._process.kill()
+    print("stopped by", os.WSTOPSIG(status))
+else:
+    print("exit code", os.waitstatus_to_exitcode(status))
+"""
+"""Starts a child that writes an error to a terminal which stops writers in the background."""
+
+
+def test_a_child_may_write_to_a_terminal_that_stops_writers_in_the_background():
+    ours, terminal = pty.openpty()
+    with open(ours, "rb", buffering=0) as screen, open(terminal, "wb", buffering=0) as stderr:
+        done = subprocess.run(
+            [sys.executable, "-c", AT_A_TERMINAL],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+        assert done.stdout == "exit code 1\n"
+        stderr.close()  # with nothing to read, the next line fails then, and does not wait
+        assert screen.read(1)

@@ -27,6 +27,8 @@ _PR_SET_PDEATHSIG = 1
 def main(arguments: list[str]) -> int:
     """Serves one parent; returns 0 once it has ended."""
     _end_with_parent(int(arguments[1]))
+    # In the background of the parent's terminal: after `stty tostop` a message would stop it.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     connection = Connection(int(arguments[0]))
     inbox = messages(connection)
     compiler = _Compiler(next(inbox, None))
