@@ -71,7 +71,8 @@ def test_the_second_turn_of_a_chat_finds_its_prefix(fleet, texts):
     before = fleet.completed
     found = [talk(text) for text in itertools.islice(texts, 8)]
     assert sum(found) >= 7
-    fleet.wait(lambda: sum(fleet.completed) == sum(before) + 16, "the logs have all requests")
+    # More: a log is written after the answer, so `before` may lack requests of earlier tests.
+    fleet.wait(lambda: sum(fleet.completed) >= sum(before) + 16, "the logs have all requests")
     assert have_grown(fleet.completed, before)
 
 
@@ -90,7 +91,7 @@ def test_a_killed_server_costs_only_the_streams_that_had_begun(fleet, texts, pro
     served = other.completed
     for prompt in prompts:
         fleet.post("/v1/completions", prompt=prompt, max_tokens=1)
-    fleet.wait(lambda: other.completed == served + len(prompts), "the other one served them")
+    fleet.wait(lambda: other.completed >= served + len(prompts), "the other one served them")
     killed.start()
     fleet.wait_until_ready()
     served = killed.completed
