@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import rows
-from bench.command import Command, SweepOptions, methods, show
+from bench import acceptance, rows
+from bench.command import Command, methods, show
 from bench.models import Models
 from bench.sweep import prompt_set, runnable, sampling
 from peagle_jax.config import ConfigError, EngineConfig
@@ -46,20 +46,11 @@ _ROUND = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(SweepOptions):
-    """Options of this command.
-
-    Args:
-      sets: prompts: HumanEval, MT-Bench, or NAME=FILE (JSON lines, a text file, a folder of *.py)
-      num_prompts: prompts per set; all without it
-      concurrency: requests at once
-    """
+class Options(acceptance.Options):
+    """Options of this command: those of `peagle-bench acceptance`."""
 
     methods: tuple[str, ...] = methods(("peagle",))
     k: tuple[int, ...] = (3, 5, 7, 15)
-    sets: tuple[str, ...] = ("HumanEval", "MT-Bench")
-    num_prompts: int | None = None
-    concurrency: int = 8
     out: Path = Path("headroom.jsonl")
 
     def check(self) -> None:
