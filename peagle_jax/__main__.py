@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -262,9 +261,7 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
     sizes = engine.config.batch_buckets
     later = len(engine.programs.rounds_of_any) + len(engine.programs.small_prefills)
     total = engine.num_programs - later + len(sizes)
-    if runs.compiles_in_children():
-        with tqdm(desc="compiling", unit="program", leave=False, disable=None) as bar:
-            runs.compile_missing(engine, sizes=sizes, report=partial(_show, bar))
+    runs.compile_in_sight(engine, sizes=sizes)
     with tqdm(total=total, desc="programs", leave=False, disable=None) as bar:
         engine.warm_up(bar.update, sizes=sizes)
     logging.getLogger(__name__).info(
@@ -288,12 +285,6 @@ def _generate(args, prompts: list[Prompt], params: list[SamplingParams], config)
             print(_legend(), file=sys.stderr)
     failed = _report_failures(prompts, result)
     return INCOMPLETE if left_out or failed else 0
-
-
-def _show(bar, progress) -> None:
-    """Shows the progress of `compile_missing`."""
-    bar.total, bar.n = progress.total, progress.done
-    bar.refresh()
 
 
 def _report_failures(prompts: list[Prompt], result) -> int:

@@ -49,6 +49,24 @@ def _data(args) -> None:
     print(json.dumps(report))
 
 
+def _add_chats(commands) -> None:
+    parser = commands.add_parser("chats", help="function heads -> chats about code, as prompts")
+    parser.add_argument("folders", nargs="+", type=Path, help="folders of Python source")
+    parser.add_argument("--out", type=Path, required=True, help="file of JSON lines")
+    parser.add_argument("--num", type=int, default=7000, help="at most; half are exercises")
+    parser.add_argument("--exclude", type=Path, nargs="+", default=[], help="evaluation prompts")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(run=_chats)
+
+
+def _chats(args) -> None:
+    from lab.embedded.chats import chats
+
+    rows = list(chats(args.folders, args.num, tuple(args.exclude), args.seed))
+    args.out.write_text("".join(row + "\n" for row in rows))
+    print(f"{len(rows)} chats in {args.out}")
+
+
 def _add_target(commands) -> None:
     parser = commands.add_parser("target", help="train the target on token streams")
     parser.add_argument("--data", type=Path, required=True, help="folder written by `data`")
@@ -163,6 +181,7 @@ def main(argv: list[str] | None = None) -> int:
         required=True, metavar="stage", parser_class=_with_defaults, dest="stage"
     )
     _add_data(commands)
+    _add_chats(commands)
     _add_target(commands)
     args = parser.parse_args(argv)
     try:

@@ -37,7 +37,7 @@ _PIECES = (
     r"| ?[^\s\p{L}\p{N}]+"
     r"|[ \t]+"
 )
-_HEADER = re.compile(
+HEADER = re.compile(
     r'^([ \t]*)def [^\n]*(?:\n[^\n]*){0,4}?:[ \t]*\n[ \t]+"""(?:[^"]|"(?!"")){20,800}?"""', re.M
 )
 _HEADER_SHARE = 0.4  # of the prompts
@@ -139,7 +139,7 @@ def prompts(documents: list[Document], count: int, rng: random.Random) -> list[s
     """Function heads to the end of the docstring, dedented, and text from a line on."""
     documents = documents[:]
     rng.shuffle(documents)
-    heads = [textwrap.dedent(m.group(0)) for d in documents for m in _HEADER.finditer(d.text)]
+    heads = [textwrap.dedent(m.group(0)) for d in documents for m in HEADER.finditer(d.text)]
     heads = rng.sample(heads, min(len(heads), int(count * _HEADER_SHARE)))
     pieces = []
     for _ in range(count - len(heads)):

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tqdm import tqdm
+
 from pallas_kernels import dispatch
 from peagle_jax.checkpoint import Quantization, load_head
 from peagle_jax.cli.loading import load_weights
@@ -237,6 +239,17 @@ def compile_missing(
     `Engine.warm_up` compiles them."""
     if compiles_in_children():
         engine.compile_missing(sizes=sizes, only_greedy=only_greedy, report=report)
+
+
+def compile_in_sight(engine: Engine, *, sizes: Sequence[int] | None = None) -> None:
+    """`compile_missing` with a progress bar."""
+    with tqdm(desc="compiling", unit="program", leave=False, disable=None) as bar:
+
+        def show(progress: compilation.Progress) -> None:
+            bar.total, bar.n = progress.total, progress.done
+            bar.refresh()
+
+        compile_missing(engine, sizes=sizes, report=show)
 
 
 def warm_up(engine: Engine, *, sizes: Sequence[int] | None = None) -> None:

@@ -60,7 +60,7 @@ def _bytes_of(target: Path) -> int:
     return sum(file.stat().st_size for file in target.glob("*.safetensors"))
 
 
-def _plan_of(args, config: TargetConfig, held: int, *, rows: int, heldout: int):
+def _plan_of(args, config: TargetConfig, held: int, *, rows: int, heldout: int, init=None):
     from peagle_jax.training import recipe
 
     shape = recipe.shape_of(
@@ -72,15 +72,18 @@ def _plan_of(args, config: TargetConfig, held: int, *, rows: int, heldout: int):
         epochs=args.epochs,
         num_devices=args.num_devices,
     )
-    head = recipe.head_config(
-        config,
-        method=args.method,
-        layers=args.layers,
-        mask_token_id=0,
-        share=args.share,
-        draft_vocab=args.draft_vocab,
-        length=args.length,
-    )
+    if init is None:
+        head = recipe.head_config(
+            config,
+            method=args.method,
+            layers=args.layers,
+            mask_token_id=0,
+            share=args.share,
+            draft_vocab=args.draft_vocab,
+            length=args.length,
+        )
+    else:
+        head = replace(init.config, trained_length=args.length)
     return recipe.Plan(target=config, head=head, shape=shape, target_bytes=held)
 
 
@@ -111,16 +114,20 @@ def _answer_options(args, concurrency: int):
 def _head(args) -> None:
     from peagle_jax.checkpoint import load_head, save_speculators_head, target_config
     from peagle_jax.cli.loading import load_weights
-    from peagle_jax.training import answers, states
+    from peagle_jax.training import answers, drafter, states
     from peagle_jax.training.stored_text import load_text
 
     config, folder = target_config(args.target), args.out / "text"
     dtype, concurrency = _dtype_and_concurrency(args)
     _check_devices(args.num_devices)
+    init = None
+    if args.init is not None:
+        init = drafter.further_head(load_head(args.init, config, dtype="float32"), args.method)
     answers.write(args.target, _answer_options(args, concurrency), folder, dtype=dtype)
     texts = [load_text(config, folder, name).tokens for name in ("train", "heldout")]
     rows, heldout = map(len, texts)
-    plan = _plan_of(args, config, _bytes_of(args.target), rows=rows, heldout=heldout)
+    held = _bytes_of(args.target)
+    plan = _plan_of(args, config, held, rows=rows, heldout=heldout, init=init)
     print(plan.report(None), flush=True)
     if args.answers_only:
         return
@@ -129,7 +136,7 @@ def _head(args) -> None:
         taps = plan.head.taps or config.default_taps
         states.write_states(target, taps, folder, most_gb=args.states_gb)
         target = states.without_layers(target, plan.head.num_layers)
-    made = _train_head(args, plan, target, texts, dtype)
+    made = _train_head(args, plan, target, texts, dtype, init)
     if args.selector and args.method == "peagle":
         made = _train_selector(args, plan, target, made, dtype)
     final = args.out / "final"
@@ -140,23 +147,25 @@ def _head(args) -> None:
     print(f"head in {final}: peagle-generate --model {args.target} --drafter {final} --chat ...")
 
 
-def _train_head(args, plan, target, texts, dtype: str) -> Path:
-    """Trains the head; returns its folder."""
+def _train_head(args, plan, target, texts, dtype: str, init) -> Path:
+    """Trains a new head, or `init` further; returns its folder."""
     from peagle_jax.training import drafter, recipe
     from peagle_jax.training.mask_token import mask_token
 
     config = plan.head
-    if args.method != "eagle3":
+    if init is not None:
+        init.config = config
+    elif args.method != "eagle3":
         mask = mask_token(args.mask_token_id, args.target, target.config, texts)
         config = replace(config, mask_token_id=mask)
-    if config.block is None and drafter.can_copy_layers(config, target):
+    if init is None and config.block is None and drafter.can_copy_layers(config, target):
         config = replace(config, qk_norm=target.config.qk_norm)
     with_selector = args.selector and args.method == "peagle"
     length = recipe.Length(steps=plan.shape.steps, minutes=args.minutes)
     length = length.share(1 - recipe.SELECTOR_SHARE if with_selector else 1.0)
     run = recipe.head_run(plan, args.out / "head", length, args.seed)
     options = recipe.head_options(plan, args.out / "text", dtype)
-    task, merge = drafter.make_task(config, target, options, run)
+    task, merge = drafter.make_task(config, target, options, run, init)
     configs = dict(head=asdict(config), run=asdict(run), options=asdict(options))
     return _trained(task, merge, run, configs, target)
 

@@ -9,6 +9,7 @@ import gc
 import hashlib
 import json
 import logging
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from peagle_jax.checkpoint.target_json import target_config
+from peagle_jax.cli import runs
 from peagle_jax.cli.loading import load_weights
-from peagle_jax.cli.runs import with_prefill_sizes
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.engine import Engine
 from peagle_jax.sampling_params import SamplingParams
@@ -30,6 +31,7 @@ _log = logging.getLogger(__name__)
 _LEAST_ROOM = 16  # tokens of an answer for which a prompt is worth its place
 _BATCHES = 4  # of a part, which is lost if the run is killed
 _OPEN_ROWS = 64  # rows that a text may be packed into
+_LONGEST_PERIOD, _ROUNDS, _LEAST_LOOP = 128, 3, 48  # tokens, times, tokens after the first time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +64,16 @@ def engine_of(folder: Path, *, dtype: str, concurrency: int, length: int) -> Eng
       ConfigError: the target has no tokenizer, or is shorter than `length` tokens.
     """
     target, _, tokenizer = load_weights(folder, None, method="none", dtype=dtype)
-    config = EngineConfig(num_draft=0, max_num_seqs=concurrency, max_model_len=length, dtype=dtype)
-    return Engine(target, None, with_prefill_sizes(config), tokenizer=tokenizer)
+    config = EngineConfig(
+        num_draft=0,
+        max_num_seqs=concurrency,
+        max_model_len=length,
+        dtype=dtype,
+        programs_folder=runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME")),
+    )
+    engine = Engine(target, None, runs.with_prefill_sizes(config), tokenizer=tokenizer)
+    runs.compile_in_sight(engine)
+    return engine
 
 
 def _split(rows: list[chats.Row], options: AnswerOptions) -> dict[str, list[chats.Row]]:
@@ -176,7 +186,7 @@ def _write_part(engine, rows, start: int, options: AnswerOptions, path: Path, ba
     done = iter(engine.generate([list(row.tokens) for row in asked], params, on_update=count))
     texts = []
     for row in rows:
-        added = next(done).tokens if row.is_open else []
+        added = without_loop(next(done).tokens) if row.is_open else []
         tokens = np.array([*row.tokens, *added], np.uint32)[: options.length]
         answer = np.array([*row.answer, *[True] * len(added)], bool)[: options.length]
         prompt = int(answer.argmax()) if answer.any() else len(tokens)
@@ -188,6 +198,22 @@ def _write_part(engine, rows, start: int, options: AnswerOptions, path: Path, ba
         length=np.array([len(one.tokens) for one in texts], np.int32),
         prompt=np.array([one.prompt for one in texts], np.int32),
     )
+
+
+def without_loop(tokens: list[int]) -> list[int]:
+    """An answer up to the second round of the loop that it ends in, if it does.
+
+    Small models that decode greedily repeat themselves until `max_tokens`. Any head drafts a loop,
+    so it teaches nothing, and acceptance measured on it flatters.
+    """
+    whole = np.asarray(tokens)
+    end = len(whole)
+    for period in range(1, min(_LONGEST_PERIOD, len(whole) // _ROUNDS) + 1):
+        differs = np.flatnonzero(whole[period:] != whole[:-period])
+        start = 0 if not len(differs) else int(differs[-1]) + 1
+        if len(whole) - start >= max(_ROUNDS * period, period + _LEAST_LOOP):
+            end = min(end, start + 2 * period)
+    return tokens[:end]
 
 
 def _save_whole(path: Path, **arrays: np.ndarray) -> None:

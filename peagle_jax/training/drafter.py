@@ -137,6 +137,22 @@ def init_head(
     return head
 
 
+def further_head(init: DraftHead, method: str) -> DraftHead:
+    """A trained head [float32] as a start, without its selector, which is trained afterwards.
+
+    Raises:
+      ConfigError: it drafts by another method.
+    """
+    if init.config.method != method:
+        raise ConfigError(f"--init has a head of another method: add --method {init.config.method}")
+    depths = init.config.trained_num_draft or (8 if method == "peagle" else 7)
+    init.config = replace(
+        init.config, selector_rank=0, selector_kind="pairs", trained_num_draft=depths
+    )
+    init.selector = None
+    return init
+
+
 def _leaves(layer: nnx.Module) -> dict:
     return dict(jax.tree.flatten_with_path(nnx.state(layer))[0])
 
@@ -180,10 +196,16 @@ def _draft_ids(config: DrafterConfig, target: TargetConfig, text: Text) -> np.nd
 
 
 def make_task(
-    config: DrafterConfig, target: Decoder, options: HeadOptions, run: RunConfig
+    config: DrafterConfig,
+    target: Decoder,
+    options: HeadOptions,
+    run: RunConfig,
+    init: DraftHead | None = None,
 ) -> tuple[Task, object]:
     """The task, and the function that turns its parameters into a head.
 
+    Args:
+      init: a head of this config to start from.
     Raises:
       ConfigError: the texts cannot be read, or are too few for a batch.
       CheckpointError: the head does not fit the target.
@@ -191,8 +213,12 @@ def make_task(
     taps = config.taps or target.config.default_taps
     load = partial(load_text, target.config, options.texts, taps=taps)
     text, heldout = load("train"), load("heldout")
-    draft_ids = _draft_ids(config, target.config, text)
-    params, merge = split_model(init_head(config, target, run.seed, draft_ids))
+    if init is None:
+        draft_ids = _draft_ids(config, target.config, text)
+        init = init_head(config, target, run.seed, draft_ids)
+    elif init.embed is not None:
+        init.embed = TrainedEmbed(init.embed)
+    params, merge = split_model(init)
     weights, merge_target = split_model(target)
 
     def loss(params, weights, text, key):

@@ -65,7 +65,12 @@ def _add_synthesize(commands) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of prompts.jsonl")
     parser.add_argument("--num", type=int, default=20_000, help="questions sampled")
     parser.add_argument("--max-tokens", type=int, default=256, help="of a question")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the questions")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="of the questions; below 1, because small models write nonsense there",
+    )
     parser.add_argument(
         "--exclude",
         type=Path,
@@ -107,6 +112,9 @@ def _add_head(commands) -> None:
         help="JSON lines of prompts or chats ({messages: [...]}), text files, or folders of text",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of everything written")
+    parser.add_argument(
+        "--init", type=Path, metavar="HEAD", help="train this head further, in its own shape"
+    )
     _add_head_shape(parser)
     parser.add_argument(
         "--minutes", type=float, help="of training, instead of --epochs; answers take their time"
@@ -213,9 +221,11 @@ def _why_no_folder(target: Path) -> str:
 
 
 def _check_paths(args) -> None:
-    target, out = (getattr(args, name, None) for name in ("target", "out"))
+    target, init, out = (getattr(args, name, None) for name in ("target", "init", "out"))
     if target is not None and not target.is_dir():
         raise ConfigError(f"--target {target}: {_why_no_folder(target)}")
+    if init is not None and not init.is_dir():
+        raise ConfigError(f"--init {init}: no such folder")
     for name in ("prompts", "exclude"):
         for path in getattr(args, name, ()):
             if not path.exists():
@@ -228,6 +238,10 @@ def _check_paths(args) -> None:
 def _check_effects(args) -> None:
     """Refuses options that the head of this method, or without a selector, does not have."""
     method = f"--method {args.method}"
+    if getattr(args, "init", None) is not None:
+        for name in ("layers", "share", "draft_vocab", "mask_token_id"):
+            if getattr(args, name):
+                raise ConfigError(f"{_flag(name)} has no effect: --init has the head's shape")
     if args.method == "dflash":
         for name in ("share", "draft_vocab"):
             if getattr(args, name):

@@ -77,7 +77,7 @@ def synthesize(engine: Engine, options: SynthesisOptions, out: Path) -> int:
             if not part.exists():
                 write_whole(part, json.dumps(_sampled(engine, prefix, range(start, stop), options)))
             texts = json.loads(part.read_text())
-            found |= dict.fromkeys(x for x in texts if _is_good(x, avoided))
+            found |= dict.fromkeys(x for x in texts if is_allowed(x, avoided))
             bar.update(stop - start)
     rows = (dict(messages=[dict(role="user", content=text)]) for text in found)
     write_whole(out / "prompts.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -94,5 +94,6 @@ def _sampled(
     return [one.text.strip() for one in done if one.finish_reason == "stop"]
 
 
-def _is_good(text: str, avoided: set[tuple[str, ...]]) -> bool:
+def is_allowed(text: str, avoided: set[tuple[str, ...]]) -> bool:
+    """Whether a question is of a question's length, and free of `excluded_grams`."""
     return _LEAST <= len(text) <= _MOST and avoided.isdisjoint(_grams(text))

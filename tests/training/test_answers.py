@@ -88,6 +88,21 @@ def test_packed_rows_hold_every_text_once():
 
 
 @pytest.mark.parametrize(
+    ("tokens", "kept"),
+    [
+        pytest.param([*range(20)] + [7, 8, 9] * 40, 26, id="a loop, up to its second round"),
+        pytest.param([*range(20)] + [7, 8, 9] * 40 + [7], 26, id="cut within a round"),
+        pytest.param([*range(20)] + [7, 8, 9] * 40 + [1], 141, id="it ends by itself"),
+        pytest.param([*range(40)] * 2, 80, id="said twice"),
+        pytest.param([5] * 30, 30, id="too short to tell"),
+        pytest.param([], 0, id="empty"),
+    ],
+)
+def test_an_answer_that_ends_in_a_loop_is_cut(tokens, kept):
+    assert answers.without_loop(tokens) == tokens[:kept]
+
+
+@pytest.mark.parametrize(
     ("given", "used", "chosen"),
     [
         (None, [9], 1),  # <|mask|>
