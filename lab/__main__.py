@@ -11,8 +11,6 @@ PROGRAM = Program(
 Instruments of the development. Beside the commands below:
 
   python -m lab.deviceless  compiles kernels for absent chips; _round and _tpu compile rounds
-  python -m lab.embedded    trains the target of the embedded model
-  python -m lab.overlap     finds 10-grams of HumanEval in training text
 """,
     commands={
         "batch": "commands of peagle-bench from a file, compiled beforehand side by side",

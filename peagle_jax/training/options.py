@@ -15,7 +15,7 @@ a head for your model, from prompts:
 A stage writes only under --out and goes on where it stopped when it is started again. The head
 lies in OUT/final, beside OUT/head with train.csv, eval.csv and curves.png.
 """
-_GONE = "trained only the embedded model; `python -m lab.embedded` in a checkout does"
+_GONE = "is removed: it made only the embedded model, as peagle_jax/assets/README.md says"
 _OF_HEAD = (
     "is a part of `peagle-train head` now, which takes its prompts and writes the texts itself"
 )

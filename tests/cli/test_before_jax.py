@@ -111,7 +111,7 @@ OF_ALL = {
         ("head --target {target} --prompts /no/such --out x", "--prompts /no/such: no such file"),
         ("head --target {target} --prompts {target} --out x --epochs 0", "--epochs 0.0"),
         ("plan --out x", "--target --preset"),
-        ("target --data {target} --out x", "python -m lab.embedded"),
+        ("target --data {target} --out x", "peagle_jax/assets/README.md"),
         ("drafter --method peagle", "peagle-train head"),
     ],
     "serving.client": [

@@ -1,1 +1,0 @@
-"""Makes the embedded model: `python -m lab.embedded`."""
