@@ -253,8 +253,8 @@ def test_a_constraint_with_slow_masks_fails_and_its_neighbour_does_not(plain, mo
 
 @pytest.mark.usefixtures("threads")
 def test_a_grammar_beyond_its_limits_says_so_and_allows_nothing_more(plain):
-    rules = "\n".join(f"r{i}: r{i + 1} r{i + 1} | r{i + 1}" for i in range(30))
-    matcher = grammars(plain).compile(Structured.grammar(f'start: "x" r0\n{rules}\nr30: "a" | '))
+    rules = "\n".join(f"r{i}: r{i + 1} r{i + 1} | r{i + 1}" for i in range(60))
+    matcher = grammars(plain).compile(Structured.grammar(f'start: "x" r0\n{rules}\nr60: "a" | '))
     matcher.consume(plain.encode("x", special=False))
     allowed_by(matcher, [plain.encode("a", special=False)[0]] * 40, size_of(plain))
     assert "cannot be continued" in matcher.error

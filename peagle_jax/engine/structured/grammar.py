@@ -22,7 +22,6 @@ from llguidance.numpy import fill_next_token_bitmask_par
 
 from peagle_jax.engine.structured import lark
 from peagle_jax.engine.structured.mask_threads import MaskThreads
-from peagle_jax.engine.structured.schema_objects import MOST_ITEMS
 from peagle_jax.engine.structured.schema_rules import enforceable
 from peagle_jax.engine.structured.special_tokens import without_spellings
 from peagle_jax.errors import ConfigError
@@ -33,7 +32,7 @@ from peagle_jax.text.tokenizer import Tokenizer
 ALL = -1
 """A mask word that allows 32 tokens."""
 LIMITS = llguidance.LLParserLimits(
-    max_items_in_row=MOST_ITEMS,
+    max_items_in_row=5_000,  # 1,200 optional properties side by side, as many as take 10 ms a mask
     initial_lexer_fuel=1_000_000,  # 20 ms
     step_lexer_fuel=100_000,  # 7 ms a mask
     step_max_items=20_000,  # 1 ms a mask

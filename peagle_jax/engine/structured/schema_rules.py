@@ -4,7 +4,6 @@ enforced otherwise.
 numbers         llguidance holds float64, and reads some decimals a unit beside the nearest float64
 minProperties   a free key (of `additionalProperties` or `patternProperties`) may be written twice
 named keys      a free key may spell the name of another with escapes: {"a": 1, "\\u0061": 2}
-optional keys   objects with very many exceed a limit of the parser, and only when a text is written
 formats         llguidance admits dates, times and hosts that validators refuse
 """
 
@@ -13,12 +12,6 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 
-from peagle_jax.engine.structured.schema_objects import (
-    MOST_OPTIONAL,
-    Objects,
-    has_free_keys,
-    may_be_object,
-)
 from peagle_jax.errors import ConfigError
 
 _LARGEST = 2**53
@@ -26,10 +19,10 @@ _INCLUSIVE = ("minimum", "maximum", "multipleOf")
 _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 """Keywords whose values map names to schemas."""
-_IN_PLACE = ("allOf", "anyOf", "oneOf", "$defs/*", "definitions/*")
-"""Where schemas are part of another: their objects are counted there."""
 _NO_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that JSON can write as \\u00.. only."""
+_DEEPEST = 200
+"""References and parts within each other, which llguidance follows on its stack."""
 _VALUES = ("const", "enum", "default", "examples")
 """Keywords whose values are no schemas."""
 _ESCAPES = 'nrbtf\\"'
@@ -71,17 +64,15 @@ def enforceable(schema: dict | bool) -> dict | bool:
     if schema is False:
         return schema
     schema = {} if schema is True else schema
-    objects, may_repeat, control = Objects(schema), False, None
+    may_repeat, control, depths = False, None, {}
     for place, part, under, is_value in list(_parts(schema)):
         is_map = under in _BY_NAME
+        if _depth(part, schema, depths) > _DEEPEST:
+            raise RecursionError
         control = _check_numbers(place, part, is_map) or control
         _check_min_properties(place, part)
-        number = None if is_map or under in _IN_PLACE else objects.too_many(part)
-        if number is not None:
-            rule = f"{number} optional properties are too many, those of alternatives included"
-            raise _refused(place, f"{rule}: {MOST_OPTIONAL}")
         may_repeat |= bool(part.get("patternProperties")) or (
-            bool(part.get("properties")) and has_free_keys(part)
+            bool(part.get("properties")) and _has_free_keys(part)
         )
         if not is_map and not is_value:
             _write_format(part)
@@ -181,9 +172,37 @@ def _is_read_exactly(value: float) -> bool:
     return (significand * power if exponent >= 0 else significand / power) == abs(value)
 
 
+def _depth(part: object, root: dict, known: dict[int, int]) -> int:
+    """How many references and parts in place follow from a part; `known` has those of others."""
+    if not isinstance(part, dict):
+        return 0
+    if id(part) not in known:
+        known[id(part)] = 0  # for a reference within itself
+        below = [_target(part.get("$ref"), root)]
+        for key in ("allOf", "anyOf", "oneOf"):
+            below += part[key] if isinstance(part.get(key), list) else []
+        known[id(part)] = 1 + max(_depth(one, root, known) for one in below)
+    return known[id(part)]
+
+
+def _target(reference: object, root: dict) -> object:
+    """The part that a reference such as "#/$defs/Point" names."""
+    value: object = root if isinstance(reference, str) and reference.startswith("#") else None
+    for name in reference.split("/")[1:] if value else ():
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _has_free_keys(part: dict) -> bool:
+    """Whether an object may have keys that its schema does not name."""
+    return part.get("additionalProperties") is not False or bool(part.get("patternProperties"))
+
+
 def _check_min_properties(place: str, part: dict) -> None:
     least, required = part.get("minProperties"), part.get("required")
-    if not isinstance(least, int) or not may_be_object(part) or not has_free_keys(part):
+    types = part.get("type", "object")  # one, or a list of them
+    may_be_object = "object" in types if isinstance(types, list) else types == "object"
+    if not isinstance(least, int) or not may_be_object or not _has_free_keys(part):
         return
     names = {one for one in required if isinstance(one, str)} if isinstance(required, list) else ()
     if least > len(names) + 1:
