@@ -27,9 +27,8 @@ bandwidth, or its operations over the peak. docs/algorithm.md has a glossary. A 
         "report": "redraws the tables and the plot of README.md and docs/ from the rows",
     },
     extras={"serve-load": "serve"},
-    removed=dict.fromkeys(
-        ("batch", "hostile", "humaneval", "kernels", "matrix"), "`python -m lab` has it"
-    )
+    removed=dict.fromkeys(("batch", "hostile", "kernels", "matrix"), "`python -m lab` has it")
+    | {"humaneval": "lm-evaluation-harness measures a server (docs/serving.md)"}
     | dict.fromkeys(
         (
             *("ablations", "choose-k", "conversion", "headroom", "load-times", "prefix-cache"),

@@ -17,7 +17,6 @@ Instruments of the development. Beside the commands below:
         "follow": "drafts of a head that stays and of one that learns, while their target learns",
         "headroom": "what a choice among a P-EAGLE head's candidates can gain at most",
         "hostile": "attacks on a server: what honest clients see, and its resources",
-        "humaneval": "share of HumanEval's problems that a model solves: pass@1 and pass@10",
         "kernels": "each GPU kernel beside its XLA reference: time, bandwidth, error",
         "ladder": "the steps from a plain product to a grouped FP8 one, beside predictions",
         "matrix": "what runs where and how it was checked, with the test that shows it",
