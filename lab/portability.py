@@ -80,7 +80,7 @@ class Platform:
 
 PLATFORMS = {
     "CPU": Platform(CPU, measured_as=("cpu",)),
-    "Hopper (H200)": Platform(H200, "h200", ("NVIDIA H200", "NVIDIA H100 80GB HBM3")),
+    "Hopper (H200)": Platform(H200, "h200", ("NVIDIA H200",)),
     "Blackwell (B200)": Platform(B200, "b200"),
     "Ada (L4)": Platform(L4, "l4"),
     "TPU v5e": Platform(V5E, "v5e"),
