@@ -53,10 +53,8 @@ WITH_MEASUREMENTS = (
     "docs/conversion.md",
     "docs/portability.md",
     "docs/training.md",
-    "lab/host.md",
     "lab/kernels.md",
     "lab/log.md",
-    "lab/parallel.md",
     "peagle_jax/assets/README.md",
 )
 """Other pages with measurements. On the rest most times and sizes are limits, rules or

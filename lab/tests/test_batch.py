@@ -26,7 +26,6 @@ from tests.waiting import LIMIT
 
 LAB_DATA = Path(batch.__file__).parent / "data"
 TWO_GPUS = LAB_DATA / "two_gpus.txt"
-TWO_SMALL_GPUS = LAB_DATA / "two_gpus_80gb.txt"
 ONE_GPU = LAB_DATA / "one_gpu.txt"
 SERVED = DATA / "served.txt"
 TINY_SIZES = "--method peagle -K 2 --temperature 0 --prompt-tokens 24 --max-tokens 24 --prefills 1"
@@ -156,11 +155,8 @@ def bytes_of(name: str) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-@pytest.mark.parametrize(
-    ("file", "memory_bytes"), [(TWO_GPUS, 139 * 2**30), (TWO_SMALL_GPUS, 81559 * 2**20)]
-)
-def test_the_commands_for_two_gpus_fit_and_divide(file, memory_bytes):
-    parts = parts_of(file.read_text())
+def test_the_commands_for_two_gpus_fit_and_divide():
+    parts, memory_bytes = parts_of(TWO_GPUS.read_text()), 139 * 2**30
     commands = [(part, batch._parsed(line)) for part in parts for line in part.lines]
     for part, options in commands:
         share = float(dict(part.environment).get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
