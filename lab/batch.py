@@ -243,7 +243,8 @@ def main(lines: Sequence[str]) -> int:
     models.keep_models()
     codes = []
     for line in lines:
-        sys.argv[1:] = arguments = shlex.split(line)  # rows say by which command they were measured
+        arguments = shlex.split(line)
+        sys.argv[:] = [PROGRAM.name, *arguments]  # rows say by which command they were measured
         codes.append(PROGRAM.main(arguments))
     return max(codes)
 
