@@ -1,4 +1,4 @@
-"""`peagle-bench`: measurements, and the tables and the plot of their rows."""
+"""`peagle-bench`: measurements, a row of a file each."""
 
 import sys
 
@@ -9,7 +9,7 @@ PROGRAM = Program(
     package="bench",
     about="""\
 Measures speed, acceptance and correctness. Every measurement appends a row (a JSON line with
-device, versions, commit and command) to a file in bench/results; `report` draws tables from them.
+device, versions, commit and command) to a file in bench/results.
 
 A round is one pass of the target, which checks the drafts, and one draft of the head. K is the
 number of drafts per round, AL (acceptance length) the number of tokens per round, concurrency the
@@ -24,10 +24,11 @@ bandwidth, or its operations over the peak. docs/algorithm.md has a glossary. A 
         "decode-step": "rounds of full-size models with random weights, and their floor",
         "lossless": "greedy output with and without speculation, compared token by token",
         "serve-load": "load on a server: latencies, gaps, statuses; a preset beside its engine",
-        "report": "redraws the tables and the plot of README.md and docs/ from the rows",
     },
     extras={"serve-load": "serve"},
-    removed=dict.fromkeys(("batch", "hostile", "kernels", "matrix"), "`python -m lab` has it")
+    removed=dict.fromkeys(
+        ("batch", "hostile", "kernels", "matrix", "report"), "`python -m lab` has it"
+    )
     | {"humaneval": "lm-evaluation-harness measures a server (docs/serving.md)"}
     | dict.fromkeys(
         (

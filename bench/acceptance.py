@@ -9,7 +9,7 @@ from tqdm import tqdm
 from bench import rows
 from bench.command import METHODS, RESULTS, Command, SweepOptions, exit_code, methods
 from bench.models import Models
-from bench.report import show
+from bench.printed import show
 from bench.sweep import check_rounds, engines, prompt_set, runnable, sampling
 from bench.timing import drive
 from peagle_jax.config import EngineConfig

@@ -37,8 +37,8 @@ from bench.command import (
 )
 from bench.models import Models, random_models
 from bench.presets import preset
+from bench.printed import show
 from bench.random_weights import num_bytes
-from bench.report import show
 from bench.synthetic import Scattered, synthetic_acceptance
 from bench.timing import dispatch_times, drive
 from peagle_jax.cli import runs

@@ -37,7 +37,7 @@ from bench.command import (
 from bench.models import Models, random_models
 from bench.oracle import KNOWN, Oracle, RandomTimes
 from bench.presets import preset
-from bench.report import show
+from bench.printed import show
 from bench.sweep import prompt_set, runnable
 from bench.timing import drive
 from peagle_jax.cli import runs

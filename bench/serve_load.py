@@ -24,8 +24,8 @@ from bench.cells import progress_bar
 from bench.command import RESULTS, Command, option
 from bench.load_clients import Call, Clients, Loaded, figures, gap_figures
 from bench.presets import preset
+from bench.printed import show
 from bench.random_server import Cell, in_child, measure_bare
-from bench.report import show
 from bench.served import Served, ServerOptions, processes, used, wait_for_programs
 from bench.sweep import Prompts, prompt_set
 from peagle_jax import ConfigError

@@ -14,7 +14,7 @@ from bench import roofline, rows
 from bench.cells import Variant, Work, cells_config, compile_all
 from bench.command import RESULTS, CellOptions, Command, SweepOptions, exit_code
 from bench.models import Models
-from bench.report import show
+from bench.printed import show
 from bench.sweep import check_rounds, prompt_set, runnable, sampling
 from bench.timing import Measurement, drive
 from peagle_jax.cli import runs

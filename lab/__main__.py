@@ -20,6 +20,7 @@ Instruments of the development. Beside the commands below:
         "kernels": "each GPU kernel beside its XLA reference: time, bandwidth, error",
         "ladder": "the steps from a plain product to a grouped FP8 one, beside predictions",
         "matrix": "what runs where and how it was checked, with the test that shows it",
+        "report": "redraws the tables and the plot of README.md and docs/ from bench/results",
         "rollouts": "what new weights cost a training loop, its rollouts, and their scores",
         "soak": "mixed traffic for an hour: what grows in the server's processes",
         "train-step": "a step of a head's training for a full-size target: time and memory",

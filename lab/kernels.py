@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from bench import rows
 from bench.command import RESULTS, Command, RowOptions, repeatable
-from bench.report import show
+from bench.printed import show
 from bench.roofline import CHIPS
 from lab.kernel_jobs import Job, log_failure, side_by_side
 from lab.kernel_timing import SHORT, Program

@@ -1,17 +1,13 @@
-"""The pages: tables and plots are those of the stored rows, links lead somewhere,
-commands parse.
-"""
+"""The pages: links lead somewhere, commands parse, measurements name their commit."""
 
 import argparse
 import re
 import shlex
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from bench import report, rows
 from bench.__main__ import PROGRAM
 from convert.__main__ import _parser as convert_parser
 from peagle_jax.cli.options import parser as generate_parser
@@ -62,32 +58,8 @@ calculations.
 """
 
 
-@cache
-def stored() -> list[dict]:
-    return report.newest(rows.read(sorted(rows.RESULTS.glob("*.jsonl"))))
-
-
 def written_by_hand(page: Path) -> str:
     return FENCED.sub("", GENERATED.sub("", page.read_text(encoding="utf-8")))
-
-
-@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_tables_are_those_of_the_rows(page):
-    text = page.read_text(encoding="utf-8")
-    assert report.update_markdown(text, stored()) == text, "run peagle-bench report"
-
-
-def test_report_draws_every_page_that_has_blocks():
-    assert {page for page in PAGES if report.marked(page.read_text(encoding="utf-8"))} == set(
-        report.PAGES
-    )
-
-
-def test_the_plot_is_that_of_the_rows():
-    own = report.chosen_rows("served-speed", stored())
-    assert report.digest_of(rows.RESULTS / report.PLOT) == report.digest(own), (
-        "run peagle-bench report"
-    )
 
 
 def test_the_readme_is_short_and_shows_a_plot_and_the_page():

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench import report
 from bench.__main__ import main
 from bench.load_clients import Call, Clients, Outcome, figures, gap_figures, http_body, percentiles
 from bench.random_server import in_child, save_tokenizer
@@ -24,7 +23,6 @@ from peagle_jax import SamplingParams
 from peagle_jax.config import ConfigError
 from peagle_jax.text.tokenizer import Tokenizer
 from serving.protos import peagle_v1_pb2 as pb
-from tests.bench.test_report import row
 from tests.suite import CHEAP
 
 ROOT = Path(__file__).parents[2]
@@ -203,44 +201,6 @@ def test_what_a_child_raises_is_raised_here():
         in_child(divmod, 1, 0)
     with pytest.raises(ConfigError, match="without a result"):
         in_child(sys.exit, 3)
-
-
-def served(protocol: str, concurrency: int, speed: float, **changes) -> dict:
-    model = dict(model="qwen3-coder-30b-a3b-fp8", prompt_tokens=512)
-    load = dict(protocol=protocol, concurrency=concurrency, rate=None, duration=None)
-    speeds = dict(tokens_per_second=speed, bare_tokens_per_second=1000.0)
-    start = dict(port_seconds=9.0, serving_seconds=20.0, programs_seconds=21.0)
-    found = row("served", "peagle", 7, **model, **load, **speeds, **start)
-    found |= dict(synthetic_acceptance_length=3.1, served_over_bare=speed / 1000)
-    found |= dict(codes={"OK": 32}, programs_on_disk=4, api_processes=1)
-    found["processes"] = [{"role": "engine", "resident_mib": 2048.0, "cpu_seconds": 1.0}]
-    figures = {"p50": 1.0, "p99": 2.0, "max": 3.0}
-    return found | dict(ttft_ms=figures, tpot_ms=figures, gap_ms=figures) | changes
-
-
-SERVED = [served("grpc", 8, 970.0), served("http", 8, 950.0), served("http", 32, 940.0)]
-
-
-def test_served_rows_have_a_table_and_stand_in_the_readme():
-    measured = report.newest([*SERVED, served("grpc", 8, 500.0, date="2025-01-01T00:00:00Z")])
-    text = report.render("served", measured)
-    assert "| 8 requests | gRPC | 970 | 0.97 | 1, 2 | 1.0, 2.0 | 1, 2, 3 | 32 OK |" in text
-    starts = report.render("served-starts", measured)
-    assert "| qwen3-coder-30b-a3b-fp8 | 4 | 9 | 21 | engine 2,048 MiB |" in starts
-    text = report.render("served-speed", measured)
-    assert "| bare engine | 1,000 | 1,000 |" in text
-    assert "| served by gRPC (of bare) | 970 (0.97) |  |" in text
-    assert "| served by HTTP (of bare) | 950 (0.95) | 940 (0.94) |" in text
-    assert "served.png" in report.render("served-figure", measured)
-
-
-def test_loads_of_other_kinds_are_lines_but_not_in_the_readme():
-    mixed, timed = served("grpc", 128, 900.0, duration=200), served("grpc", None, 800.0, rate=9.0)
-    others = report.newest([mixed, timed, served("http", 8, 950.0)])
-    text = report.render("served", others)
-    assert "| 128 requests, mixed lengths for 200 s | gRPC | 900 |" in text
-    assert "| 9 requests/s | gRPC |" in text
-    assert [one["protocol"] for one in report.chosen_rows("served-speed", others)] == ["http"]
 
 
 def read(path) -> list[dict]:

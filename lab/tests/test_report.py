@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from bench import report
-from bench.__main__ import main
-from peagle_jax.cli import plotting
+from bench.printed import Facts
+from lab import report
 from peagle_jax.config import ConfigError
+from tests.test_pages import PAGES
 
 
 def row(kind: str, method: str, k: int, **changes) -> dict:
@@ -122,17 +122,14 @@ def test_acceptance_has_a_column_per_position():
 def test_every_field_of_a_table_is_one_that_rows_have():
     """A typing error in the file would leave a column empty."""
     for name, table in report.TABLES.items():
-        chosen = report.chosen_rows(name, report.newest(report.rows.read(ROW_FILES)))
+        chosen = report.chosen_rows(name, report.stored())
         assert chosen, name
-        facts = report.Facts(chosen)
+        facts = Facts(chosen)
         for part in re.findall(r"{(\w+)", json.dumps(table)):
             if part not in ("about", "served_over_bare"):
-                assert any(report.Facts([row])[part] is not None for row in chosen) or (
+                assert any(Facts([row])[part] is not None for row in chosen) or (
                     facts[part] is not None
                 ), (name, part)
-
-
-ROW_FILES = sorted(report.RESULTS.glob("*.jsonl"))
 
 
 def test_only_marked_blocks_change_and_drawing_again_changes_nothing():
@@ -156,37 +153,67 @@ def test_a_marker_for_what_does_not_exist_is_refused():
         report.render("acceptance", ROWS[:3])
 
 
-def test_a_page_without_rows_leaves_the_other_pages_alone(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
-    good, bad = tmp_path / "good.md", tmp_path / "bad.md"
-    good.write_text("<!-- bench:throughput -->\n<!-- /bench:throughput -->\n")
-    bad.write_text("<!-- bench:kernels -->\n<!-- /bench:kernels -->\n")
-    before = good.read_text()
-    with pytest.raises(ConfigError, match="bench:kernels needs kernel rows"):
-        report.report(tmp_path, [good, bad], tmp_path)
-    assert good.read_text() == before
+def served(protocol: str, concurrency: int, speed: float, **changes) -> dict:
+    model = dict(model="qwen3-coder-30b-a3b-fp8", prompt_tokens=512)
+    load = dict(protocol=protocol, concurrency=concurrency, rate=None, duration=None)
+    speeds = dict(tokens_per_second=speed, bare_tokens_per_second=1000.0)
+    start = dict(port_seconds=9.0, serving_seconds=20.0, programs_seconds=21.0)
+    found = row("served", "peagle", 7, **model, **load, **speeds, **start)
+    found |= dict(synthetic_acceptance_length=3.1, served_over_bare=speed / 1000)
+    found |= dict(codes={"OK": 32}, programs_on_disk=4, api_processes=1)
+    found["processes"] = [{"role": "engine", "resident_mib": 2048.0, "cpu_seconds": 1.0}]
+    figures = {"p50": 1.0, "p99": 2.0, "max": 3.0}
+    return found | dict(ttft_ms=figures, tpot_ms=figures, gap_ms=figures) | changes
 
 
-LOAD = dict(protocol="grpc", rate=None, duration=None, prompt_tokens=512, codes={}, api_processes=1)
-SPEEDS = dict(bare_tokens_per_second=110.0, served_over_bare=0.9, synthetic_acceptance_length=3.1)
-SERVED = row("served", "peagle", 7, model="qwen3-coder-30b-a3b-fp8", **LOAD, **SPEEDS)
+SERVED = [served("grpc", 8, 970.0), served("http", 8, 950.0), served("http", 32, 940.0)]
+
+
+def test_served_rows_have_a_table_and_stand_in_the_readme():
+    measured = report.newest([*SERVED, served("grpc", 8, 500.0, date="2025-01-01T00:00:00Z")])
+    text = report.render("served", measured)
+    assert "| 8 requests | gRPC | 970 | 0.97 | 1, 2 | 1.0, 2.0 | 1, 2, 3 | 32 OK |" in text
+    starts = report.render("served-starts", measured)
+    assert "| qwen3-coder-30b-a3b-fp8 | 4 | 9 | 21 | engine 2,048 MiB |" in starts
+    text = report.render("served-speed", measured)
+    assert "| bare engine | 1,000 | 1,000 |" in text
+    assert "| served by gRPC (of bare) | 970 (0.97) |  |" in text
+    assert "| served by HTTP (of bare) | 950 (0.95) | 940 (0.94) |" in text
+    assert "served.png" in report.render("served-figure", measured)
+
+
+def test_loads_of_other_kinds_are_lines_but_not_in_the_readme():
+    mixed, timed = served("grpc", 128, 900.0, duration=200), served("grpc", None, 800.0, rate=9.0)
+    others = report.newest([mixed, timed, served("http", 8, 950.0)])
+    text = report.render("served", others)
+    assert "| 128 requests, mixed lengths for 200 s | gRPC | 900 |" in text
+    assert "| 9 requests/s | gRPC |" in text
+    assert [one["protocol"] for one in report.chosen_rows("served-speed", others)] == ["http"]
+
+
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_rows(page):
+    text = page.read_text(encoding="utf-8")
+    assert report.update_markdown(text, report.stored()) == text, "run python -m lab report"
+
+
+def test_report_draws_every_page_that_has_blocks():
+    found = {page for page in PAGES if report.marked(page.read_text(encoding="utf-8"))}
+    assert found == set(report.PAGES)
+
+
+def test_the_plot_is_that_of_the_rows():
+    own = report.chosen_rows("served-speed", report.stored())
+    assert report.digest_of(report.RESULTS / report.PLOT) == report.digest(own), (
+        "run python -m lab report"
+    )
 
 
 def test_the_plot_holds_the_digest_of_its_rows(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(SERVED) + "\n")
-    assert report.report(tmp_path, [], tmp_path) == [str(tmp_path / "served.png")]
-    own = report.chosen_rows("served-speed", report.newest([SERVED]))
-    first = (tmp_path / "served.png").read_bytes()
-    assert report.digest_of(tmp_path / "served.png") == report.digest(own)
-    report.report(tmp_path, [], tmp_path)
-    assert (tmp_path / "served.png").read_bytes() == first
+    own, file = report.chosen_rows("served-speed", report.newest(SERVED)), tmp_path / "served.png"
+    report.plot(own, file)
+    first = file.read_bytes()
+    assert report.digest_of(file) == report.digest(own)
+    report.plot(own, file)
+    assert file.read_bytes() == first
     assert report.digest([own[0] | {"tokens_per_second": 1.0}]) != report.digest(own)
-
-
-def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(SERVED) + "\n")
-    monkeypatch.setattr(plotting, "installed", lambda: False)
-    assert main(["report", "--results", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "install 'peagle-jax[plots]'" in error
-    assert error.count("\n") == 1

@@ -1,0 +1,210 @@
+"""`python -m lab report`: tables between markers in the README or docs/, and a plot, from rows.
+
+    <!-- bench:throughput -->
+    ... replaced ...
+    <!-- /bench:throughput -->
+
+lab/tables.toml says which rows a table has and how they look.
+"""
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import rows
+from bench.command import RESULTS, Command, Options
+from bench.printed import PROTOCOLS, Facts, cells, derived, text_of
+from peagle_jax.cli.plotting import figure_with_panels
+from peagle_jax.cli.runs import METHOD_NAMES
+from peagle_jax.config import ConfigError
+
+_SPEC = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
+KINDS: dict[str, list[str]] = _SPEC["kinds"]
+TABLES: dict[str, dict[str, Any]] = _SPEC["tables"]
+_ROOT = RESULTS.parents[1]
+_PAGES = ("docs/results.md", "docs/decode-step.md", "docs/training.md", "docs/rollouts.md")
+PAGES = tuple(_ROOT / name for name in ("README.md", *_PAGES))
+"""Pages that have tables."""
+PLOT = "served.png"
+_PLOTTED = "served-speed"
+"""The table whose rows the plot shows."""
+_MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
+_DIGEST = "Rows"
+"""Key of the digest of the shown rows in the text of a PNG: its bytes differ between versions of
+matplotlib, the digest does not."""
+
+
+def run(options: Options) -> int:
+    """Writes the tables and the plot. No page is written unless all can be drawn."""
+    measured = stored()
+    drawn = {page: update_markdown(page.read_text(encoding="utf-8"), measured) for page in PAGES}
+    for page, text in drawn.items():
+        page.write_text(text, encoding="utf-8")
+        print(page)
+    plot(chosen_rows(_PLOTTED, measured), RESULTS / PLOT)
+    return 0
+
+
+def stored() -> list[dict]:
+    """The newest rows of bench/results."""
+    return newest(rows.read(sorted(RESULTS.glob("*.jsonl"))))
+
+
+def marked(text: str) -> list[str]:
+    """Names of the blocks of a page, in its order."""
+    return [match[2] for match in _MARKED.finditer(text)]
+
+
+def update_markdown(text: str, measured: list[dict]) -> str:
+    """`text` with every marked block drawn again."""
+    return _MARKED.sub(lambda m: f"{m[1]}\n{render(m[2], measured)}\n{m[3]}", text)
+
+
+def newest(all_rows: Iterable[dict]) -> list[dict]:
+    """The last row of each measurement of `KINDS`, with derived fields, by method, K and load."""
+    latest: dict[tuple, dict] = {}
+    for row in map(derived, all_rows):
+        if row["kind"] in KINDS:
+            key = row["kind"], *(row.get(name) for name in KINDS[row["kind"]])
+            if key not in latest or latest[key]["date"] <= row["date"]:
+                latest[key] = row
+    methods = [*METHOD_NAMES, None]
+    number = lambda row, name: row.get(name) or 0
+    order = lambda row: (
+        methods.index(row.get("method")),
+        *(number(row, name) for name in ("num_speculative_tokens", "concurrency", "rate")),
+        number(row, "api_processes"),
+        row.get("protocol", ""),
+    )
+    return sorted(latest.values(), key=order)
+
+
+def chosen_rows(name: str, measured: Sequence[dict]) -> list[dict]:
+    """The rows that a table shows."""
+    table = TABLES[name]
+    wanted = {
+        field: value if isinstance(value, list) else [value]
+        for field, value in table.get("where", {}).items()
+    }
+    value = lambda row, field: "" if row.get(field) is None else row[field]
+    return [
+        row
+        for row in measured
+        if row["kind"] == table["kind"]
+        and all(value(row, field) in values for field, values in wanted.items())
+    ]
+
+
+def render(name: str, measured: list[dict]) -> str:
+    """Markdown of one named table.
+
+    Raises:
+      ConfigError: no such table, or no rows for it.
+    """
+    if name not in TABLES:
+        raise ConfigError(f"unknown table bench:{name}; known are {', '.join(TABLES)}")
+    table, chosen = TABLES[name], chosen_rows(name, measured)
+    if not chosen:
+        raise ConfigError(f"bench:{name} needs {table['kind']} rows and there are none")
+    if table["layout"] == "text":
+        return text_of(table["text"], Facts(chosen))
+    draw = {"lines": _lines, "grid": _grid}[table["layout"]]
+    if "split" not in table:
+        return draw(table, chosen)
+    parts = _groups(chosen, table["split"])
+    return "\n\n".join(f"{_title(table, some)}\n\n{draw(table, some)}" for some in parts)
+
+
+def _title(table: dict, some: list[dict]) -> str:
+    facts = Facts(some)
+    device, *others = (facts[field] for field in table["split"])
+    if "prompt_length" in table["split"]:
+        others[-1] = f"{others[-1]:,} prompt tokens"
+    return f"{', '.join([f'**{device}**', *others])}; {facts['provenance']}"
+
+
+def _groups(some: Sequence[dict], fields: Sequence[str]) -> list[list[dict]]:
+    """Rows with equal fields, first seen first."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in some:
+        groups.setdefault(tuple(row.get(field) for field in fields), []).append(row)
+    return list(groups.values())
+
+
+def _lines(table: dict, some: list[dict]) -> str:
+    groups = _groups(some, table["by"]) if "by" in table else [[row] for row in some]
+    return markdown(*cells(table["columns"], groups))
+
+
+def _grid(table: dict, some: list[dict]) -> str:
+    across = sorted({row["concurrency"] for row in some})
+    cells: dict[str, dict[int, str]] = {}
+    for line, text in table["lines"]:
+        for row in some:
+            facts = Facts([row])
+            if found := text_of(text, facts):
+                cells.setdefault(text_of(line, facts), {})[row["concurrency"]] = found
+    header = [table["corner"], *(f"concurrency {one}" for one in across)]
+    return markdown(
+        header, [[line, *(own.get(one, "") for one in across)] for line, own in cells.items()]
+    )
+
+
+def markdown(header: list[str], lines: list[list[str]]) -> str:
+    aligned = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, aligned, *lines))
+
+
+def plot(chosen: list[dict], path: Path) -> None:
+    """Tokens per second over concurrency: of the bare engine, and by each protocol."""
+    figure, (panel,) = figure_with_panels(1)
+    for name, style, field in (
+        ("bare engine", "--", "bare_tokens_per_second"),
+        *((protocol, "o-", "tokens_per_second") for protocol in PROTOCOLS),
+    ):
+        own = [row for row in chosen if field in row and name in ("bare engine", row["protocol"])]
+        points = sorted({row["concurrency"]: row[field] for row in own}.items())
+        label = f"served by {PROTOCOLS[name]}" if name in PROTOCOLS else name
+        if points:
+            panel.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    facts, ticks = Facts(chosen), sorted({row["concurrency"] for row in chosen})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(ticks, [str(tick) for tick in ticks])
+    panel.yaxis.set_major_formatter("{x:,.0f}")
+    panel.set_ylim(bottom=0)
+    panel.set(xlabel="concurrency", ylabel="output tokens/s")
+    title = f"{facts['device']}\n{facts['model']}, {facts['formats']}, {facts['sampling']}"
+    panel.set_title(f"{title}\ncommit {facts['all_sha']}", fontsize=9)
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8)
+    # Without the software's version in it, equal rows give an equal file.
+    figure.savefig(path, dpi=120, metadata={"Software": None, _DIGEST: digest(chosen)})
+
+
+def digest(chosen: list[dict]) -> str:
+    """Digest of the rows of the plot."""
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def digest_of(path: Path) -> str | None:
+    """Digest of the rows that the PNG shows; None where it has none."""
+    from PIL import Image  # comes with matplotlib
+
+    with Image.open(path) as image:
+        return image.text.get(_DIGEST)
+
+
+COMMAND = Command(
+    examples=("report",),
+    description="""
+Draws every block between <!-- bench:NAME --> and <!-- /bench:NAME --> of the pages, and the plot,
+from the rows in bench/results. Of several rows of the same measurement the newest is shown.
+lab/tables.toml describes the tables.
+""",
+    options=Options,
+    run=run,
+)
