@@ -299,7 +299,6 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
     from tqdm import tqdm
 
     from peagle_jax.cli import runs
-    from peagle_jax.cli.live_table import LiveComparison
 
     with _loading(args):
         rules = dict(dtype=config.dtype, quantization=args.quantization, taps=args.taps)
@@ -314,20 +313,11 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
     prompts, texts, params = ([some[n] for n in numbers] for some in (prompts, texts, params))
     results, failures, ties = [], [], {}
     shown_ties = ties if config.dtype == "bfloat16" else None
-    live = LiveComparison(sys.stdout, os.environ, shown_ties, is_on=not args.json)
     for method, engine in engines.items():
-        # The table shows the progress where it is live; else a bar does, if stderr is a terminal.
-        hides_bar = True if live.is_live else None
-        with tqdm(total=len(prompts), desc=runs.METHOD_NAMES[method], disable=hides_bar) as bar:
-            live.begin(engine, len(prompts))
+        with tqdm(total=len(prompts), desc=runs.METHOD_NAMES[method], disable=None) as bar:
             runs.warm_up(engine)
-
-            def advance(request, tokens, bar=bar):
-                bar.update(request.is_finished)
-                live.update(request, tokens)
-
+            advance = lambda request, tokens, bar=bar: bar.update(request.is_finished)
             results.append(runs.run(engine, texts, params, on_update=advance))
-            live.end(results[-1])
         differences = runs.find_differences(engines["none"], results[0], results[-1])
         ties[method] = sum(difference.is_tie for difference in differences)
         failures += [(method, difference) for difference in differences if not difference.is_tie]
@@ -337,7 +327,7 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
         report = {"dtype": config.dtype, "identical": not failures, "left_out": left_out}
         print(json.dumps(report))
     else:
-        live.finish()
+        print(runs.comparison_table(results, shown_ties))
     for method, one in failures:
         print(
             f"{runs.METHOD_NAMES[method]} differs from plain decoding: {prompts[one.prompt].name}, "

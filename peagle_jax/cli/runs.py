@@ -125,7 +125,8 @@ class Run:
     @property
     def drafts_per_round(self) -> str:
         """K as printed: "7", or "0 to 7" if it changes with the batch size."""
-        return _range(self.bucket_drafts)
+        least, most = self.bucket_drafts[0], self.bucket_drafts[-1]
+        return str(most) if least == most else f"{least} to {most}"
 
     @property
     def acceptance(self) -> Acceptance:
@@ -154,39 +155,6 @@ class Run:
         }
 
 
-class Progress:
-    """A run in progress, with the numbers that `comparison_table` shows of a `Run`."""
-
-    def __init__(self, engine: Engine):
-        self.method, self._bucket_drafts = method_of(engine), _bucket_drafts(engine)
-        self._requests: dict[str | int, Request] = {}
-        self._begun = 0.0
-        self.num_tokens = 0
-
-    def update(self, request: Request, tokens: list[int]) -> None:
-        """`Engine.generate`'s callback."""
-        self._begun = self._begun or request.arrival_time
-        self._requests[request.id] = request
-        self.num_tokens += len(tokens)
-
-    @property
-    def num_finished(self) -> int:
-        return sum(request.is_finished for request in self._requests.values())
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / (time.monotonic() - self._begun)
-
-    @property
-    def drafts_per_round(self) -> str:
-        """K of the compiled rounds, as "7" or "0 to 7"."""
-        return _range(self._bucket_drafts)
-
-    @property
-    def acceptance(self) -> Acceptance:
-        return Acceptance.of(self._requests.values())
-
-
 def method_of(engine: Engine) -> str:
     """The drafting method of an engine: a key of `METHOD_NAMES`."""
     return "none" if engine.drafter_config is None else engine.drafter_config.method
@@ -195,12 +163,6 @@ def method_of(engine: Engine) -> str:
 def _bucket_drafts(engine: Engine) -> tuple[int, ...]:
     """The different K of its rounds, ascending."""
     return tuple(sorted({shape.num_draft for shape in engine.programs.shapes}))
-
-
-def _range(numbers: Sequence[int]) -> str:
-    """Ascending numbers as "7", or "0 to 7"."""
-    least, most = numbers[0], numbers[-1]
-    return str(most) if least == most else f"{least} to {most}"
 
 
 def run(
@@ -408,7 +370,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([align(header), "  ".join("-" * w for w in widths), *map(align, rows)])
 
 
-def comparison_table(runs: Sequence[Run | Progress], ties: dict[str, int] | None) -> str:
+def comparison_table(runs: Sequence[Run], ties: dict[str, int] | None) -> str:
     """One line per method; the first run is plain decoding. `ties` adds a column (bfloat16)."""
     header = ["method", "K", "tokens/s", "vs plain", "AL", "accepted at position 1, 2, ..."]
     if ties is not None:

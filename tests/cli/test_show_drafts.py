@@ -4,11 +4,9 @@ runs.
 
 import io
 import re
-import sys
 
 import pytest
 
-from peagle_jax.cli import live_table
 from peagle_jax.cli.draft_marks import Fate, MarkedText, fates, legend, mark_for
 from peagle_jax.engine.host.request import Round
 from peagle_jax.text.tokenizer import Tokenizer
@@ -128,37 +126,3 @@ def test_the_option_is_refused_where_it_has_no_effect(generate, folders, other):
     code, _, err = generate(*other, *folders.options(), "--show-drafts")
     assert code == 2
     assert "--show-drafts marks texts" in err
-
-
-def screen(written: str) -> list[str]:
-    """Lines that a terminal shows at the end."""
-    lines: list[str] = []
-    for line in written.splitlines():
-        while found := re.match(r"\x1b\[(\d+)F\x1b\[J", line):
-            del lines[len(lines) - int(found[1]) :]
-            line = line[found.end() :]
-        assert "\x1b" not in line
-        lines.append(line)
-    return lines
-
-
-@pytest.mark.slow
-def test_the_comparison_is_drawn_while_it_runs(generate, folders, monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "72")
-    monkeypatch.setattr(live_table, "_PERIOD", 0.0)  # however fast the run is
-    options = (*folders.options(), *SHORT, "--adaptive", "off")
-    code, _, _ = generate("--compare", PROMPT, "return", *options)
-    assert code == 0
-    written = terminal.getvalue()
-    assert "plain: compiles" in written
-    assert "P-EAGLE: compiles" in written
-    drawn = written.split("\x1b[J")
-    assert any("tokens/s" in part and "of 2 prompts" in part for part in drawn)
-    assert all(len(line) < 72 for part in drawn[:-1] for line in part.splitlines())
-    names = [line.split()[0] for line in screen(written)]
-    assert names[0] == "method"
-    assert names[2:4] == ["plain", "P-EAGLE"]
-    assert len(names) == 5  # no line of an earlier drawing is left
