@@ -24,7 +24,7 @@ from serving.http.control import Pauses, Weights
 from serving.http.errors import answer, dialect_of, error_answer, no_such_model
 from serving.http.generation import Generation, Reader
 from serving.http.messages import CountTokens, Messages
-from serving.http.openapi import documentation_routes
+from serving.http.openapi import documentation_route
 from serving.http.page import page_routes
 from serving.http.responses import CountInputTokens, Responses
 from serving.http.tokens import Detokenize, Tokenize
@@ -83,7 +83,7 @@ def make_app(
             for one in generating
         ),
     ]
-    static = documentation_routes(generating) + (page_routes() if with_page else [])
+    static = [documentation_route(generating), *(page_routes() if with_page else [])]
     app = Starlette(routes=routes + static, exception_handlers={HTTPException: _no_such_page})
     app.router.redirect_slashes = False
     files = frozenset(route.path for route in static)

@@ -1,12 +1,9 @@
-"""`/openapi.json` and `/docs`: the routes and the fields of their requests, made from the models
-that read them.
+"""`/openapi.json`: the routes and the fields of their requests, from the models that read them.
 
-Both say nothing about this server but what every server of this version says, so they need no
-token.
+It says nothing about this server but what every server of this version says, so it needs no token.
 """
 
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Sequence
 
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
@@ -54,45 +51,11 @@ def document(routes: Sequence[Route]) -> dict:
     }
 
 
-def documentation_routes(routes: Sequence[Route]) -> list[Path]:
-    """`/openapi.json`, and `/docs`, a page with the same that loads nothing."""
-    content = document(routes)
-    return [
-        Path("/openapi.json", _fixed(dump(content), "application/json")),
-        Path("/docs", _fixed(_page(content).encode(), "text/html; charset=utf-8")),
-    ]
+def documentation_route(routes: Sequence[Route]) -> Path:
+    """`/openapi.json`."""
+    content = dump(document(routes))
 
-
-def _fixed(content: bytes, kind: str):
     async def answer(request: Request) -> Response:
-        return Response(content, headers=HEADERS | {"content-type": kind})
+        return Response(content, headers=HEADERS | {"content-type": "application/json"})
 
-    return answer
-
-
-def _page(content: Mapping) -> str:
-    schemas, parts = content["components"]["schemas"], []
-    for path, methods in content["paths"].items():
-        for method, one in methods.items():
-            parts.append(f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(one['summary'])}</p>")
-            if "requestBody" in one:
-                schema = one["requestBody"]["content"]["application/json"]["schema"]
-                fields = schemas[schema["$ref"].removeprefix(_SCHEMAS)]
-                rows = (
-                    f"<tr><td><code>{escape(name)}</code></td><td>{escape(_kind(field))}</td></tr>"
-                    for name, field in fields["properties"].items()
-                )
-                parts.append(f"<table>{''.join(rows)}</table>")
-    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{NAME}</title>"
-    return f'{head}<h1>{NAME}</h1><p><a href="openapi.json">openapi.json</a></p>{"".join(parts)}'
-
-
-def _kind(field: Mapping) -> str:
-    """The type of a field in words."""
-    if "$ref" in field:
-        return field["$ref"].removeprefix(_SCHEMAS)
-    if "anyOf" in field:
-        return " or ".join(_kind(one) for one in field["anyOf"] if one.get("type") != "null")
-    if field.get("type") == "array":
-        return f"list of {_kind(field.get('items', {}))}"
-    return str(field.get("type", "any"))
+    return Path("/openapi.json", answer)

@@ -119,9 +119,6 @@ def test_the_documentation_describes_the_requests(http):
         assert not check.is_valid(wrong)
         assert http.post(path, json=wrong).status_code == 400
     assert "best_of" not in schemas["schemas"]["CompletionFields"]["properties"]
-    page = http.get("/docs")
-    assert all(path in page.text for path in found["paths"])
-    assert "default-src 'none'" in page.headers["content-security-policy"]
 
 
 def test_one_token_is_sent_once(server):
