@@ -25,7 +25,6 @@ from bench import roofline, rows
 from bench.cells import PLAIN, Variant, Work, cells_config, compile_all
 from bench.command import (
     METHODS,
-    RANDOM_METHODS,
     RESULTS,
     CellOptions,
     Command,
@@ -45,11 +44,9 @@ from peagle_jax.cli import runs
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.devices import first_devices
 from peagle_jax.engine.engine import Engine
-from peagle_jax.exclusions import ADAPTIVE
 from peagle_jax.method.verify import verify
 from peagle_jax.models.weight_order import order_weights
 from peagle_jax.presets import PRESETS
-from peagle_jax.removed import check_choice
 from peagle_jax.sampling_params import SamplingParams
 
 _DEFAULT_K = 7
@@ -66,10 +63,6 @@ class Options(CellOptions, EngineOptions):
       preset: model, of those above; NAME-fp8: in FP8 blocks
       method: methods to time
       k: numbers of drafts per round; 7 without it
-      variants: in place of --method, -K and --adaptive: none, METHOD:K or METHOD:K:ADAPTIVE, for
-        example peagle:7:load
-      presence_penalty: of all requests: measures rounds with sampling controls; rows of the kind
-        controlled-step
       selector: give P-EAGLE heads a selector of rank N, 256 as in trained heads; rows of the kind
         selector-step
       selector_kind: its kind; lattice: that of LiLiCorr
@@ -87,8 +80,6 @@ class Options(CellOptions, EngineOptions):
     preset: str
     method: tuple[str, ...] = methods(METHODS)
     k: tuple[int, ...] = ()
-    variants: tuple[str, ...] = ()
-    presence_penalty: float = 0.0
     selector: int = 0
     selector_kind: Literal["pairs", "lattice"] = "pairs"
     synthetic_acceptance_length: float | None = None
@@ -122,11 +113,8 @@ class Options(CellOptions, EngineOptions):
         check_preset(self.preset)
         if self.selector and self.tensor_parallel > 1:
             raise ConfigError("--selector is for rounds of one device: drop --tensor-parallel")
-        if self.is_repeated and (self.temperature > 0 or self.presence_penalty):
-            raise ConfigError(
-                "--rounds-per-call above 1 is for greedy rounds: set --temperature 0, and leave "
-                "out --presence-penalty"
-            )
+        if self.is_repeated and self.temperature > 0:
+            raise ConfigError("--rounds-per-call above 1 is for greedy rounds: set --temperature 0")
 
     @property
     def params(self) -> SamplingParams:
@@ -135,7 +123,6 @@ class Options(CellOptions, EngineOptions):
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
-            presence_penalty=self.presence_penalty,
             ignore_eos=True,
         )
 
@@ -157,46 +144,22 @@ def variants(options: Options) -> list[Variant]:
       ConfigError: K or an acceptance length without a drafter, or one that no rule can have.
     """
     length = options.synthetic_acceptance_length
-    if options.variants:
-        found = [_variant(text) for text in dict.fromkeys(options.variants)]
-    else:
-        methods = [method for method in dict.fromkeys(options.method) if method != "none"]
-        for name, is_given in (
-            ("-K", bool(options.k)),
-            ("--synthetic-acceptance-length", length is not None),
-            ("--adaptive", set(options.adaptive) != {"off"}),
-        ):
-            if is_given and not methods:
-                raise ConfigError(f"{name} needs a method that drafts: --method eagle3 or peagle")
-        drafts = sorted(set(options.k or [_DEFAULT_K]))
-        plain = [PLAIN] if "none" in options.method else []
-        found = plain + list(
-            itertools.starmap(Variant, itertools.product(methods, drafts, options.adaptive))
-        )
-    for one in found:
-        if one.num_draft and length is not None:
-            synthetic_acceptance(length, one.num_draft)
-    return found
-
-
-def _variant(text: str) -> Variant:
-    """A variant as it is written, `peagle:7:load`.
-
-    Raises:
-      ConfigError: there is none such.
-    """
-    method, _, rest = text.partition(":")
-    drafts, _, adaptive = rest.partition(":")
-    if text == "none":
-        return PLAIN
-    is_known = method in RANDOM_METHODS and method != "none"
-    if not is_known or not drafts.isdecimal() or not int(drafts):
-        raise ConfigError(f"--variants {text}: must be none, METHOD:K or METHOD:K:ADAPTIVE")
-    check_num_drafts((int(drafts),))
-    try:
-        return Variant(method, int(drafts), check_choice("adaptive", adaptive or "off", ADAPTIVE))
-    except ConfigError as error:
-        raise ConfigError(f"--variants {text}: {error.rule}") from error
+    methods = [method for method in dict.fromkeys(options.method) if method != "none"]
+    for name, is_given in (
+        ("-K", bool(options.k)),
+        ("--synthetic-acceptance-length", length is not None),
+        ("--adaptive", set(options.adaptive) != {"off"}),
+    ):
+        if is_given and not methods:
+            raise ConfigError(f"{name} needs a method that drafts: --method eagle3 or peagle")
+    drafts = sorted(set(options.k or [_DEFAULT_K]))
+    if length is not None:
+        for num_draft in drafts:
+            synthetic_acceptance(length, num_draft)
+    plain = [PLAIN] if "none" in options.method else []
+    return plain + list(
+        itertools.starmap(Variant, itertools.product(methods, drafts, options.adaptive))
+    )
 
 
 def groups(options: Options) -> list[tuple[int, ...]]:
@@ -248,7 +211,7 @@ def engine_of(
 
 def only_greedy(options: Options, variant: Variant) -> bool:
     """Whether all rounds of an engine are greedy; others are then not compiled."""
-    return options.temperature == options.presence_penalty == 0 and variant.adaptive == "off"
+    return options.temperature == 0 and variant.adaptive == "off"
 
 
 def work(options: Options) -> list[Work]:
@@ -395,8 +358,6 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
     if models.num_devices > 1:
         row["tensor_parallel"] = models.num_devices
         row["variant"] = "peers" if config.gather == "peers" else None
-    if options.presence_penalty:
-        row["presence_penalty"] = options.presence_penalty
     if options.is_filtered:
         row |= {"top_k": options.top_k, "top_p": options.top_p}
     if options.selector:
@@ -411,7 +372,6 @@ def kind(options: Options) -> str:
     for name, is_asked in (
         ("repeated-step", options.is_repeated),
         ("parallel-step", options.tensor_parallel > 1),
-        ("controlled-step", options.presence_penalty),
         ("selector-step", options.selector),
         ("filtered-step", options.is_filtered),
         ("adaptive-step", any(variant.adaptive != "off" for variant in variants(options))),
@@ -492,6 +452,8 @@ with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).
         "profile-rounds": "`python -m lab.round_kernels` lists the kernels of a round",
         "rows": "ragged rounds did not beat the best fixed K; leave it out",
         "weights": "weights are always random; leave it out",
+        "variants": "use --method, -K and --adaptive, in a command for each",
+        "presence-penalty": "no row had it; leave it out",
         "cold-start": "serve-load --preset measures the start of a server",
         "replicas": "replicas share nothing, so that each is measured alone; leave it out",
         "synthetic-acceptance-rows": "use --synthetic-acceptance-length",

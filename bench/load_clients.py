@@ -114,13 +114,7 @@ def figures(outcomes: Sequence[Outcome], seconds: float, limits: Mapping[str, fl
     if limits:
         row["goodput_limits_ms"] = dict(limits)
         row["goodput"] = sum(outcome.meets(limits) for outcome in outcomes) / seconds
-    return row | {
-        "rounds": counts.rounds,
-        "drafted": counts.drafted,
-        "accepted": counts.accepted,
-        "acceptance_length": counts.length,
-        "acceptance_per_position": list(counts.rates),
-    }
+    return row | counts.as_row()
 
 
 def gap_figures(outcomes: Sequence[Outcome], begin: float) -> dict:

@@ -43,7 +43,6 @@ class Measurement:
     def as_row(self) -> dict:
         tokens = sum(len(output) for output in self.outputs)
         first = [1e3 * (r.first_token_time - r.arrival_time) for r in self.requests]
-        counts = Acceptance.of(self.requests)
         return {
             "prompts": len(self.requests),
             "prompt_tokens": sum(len(r.prompt) for r in self.requests),
@@ -56,11 +55,7 @@ class Measurement:
             "full_tokens_per_second": self.full_tokens_per_second,
             "ttft_ms_median": statistics.median(first),
             "ttft_ms_max": max(first),
-            "rounds": counts.rounds,
-            "drafted": counts.drafted,
-            "accepted": counts.accepted,
-            "acceptance_length": counts.length,
-            "acceptance_per_position": list(counts.rates),
+            **Acceptance.of(self.requests).as_row(),
         }
 
 

@@ -138,7 +138,6 @@ class Run:
         return statistics.median(c.time_to_first_token for c in self.completions)
 
     def as_json(self) -> dict:
-        counts = self.acceptance
         return {
             "method": self.method,
             "num_speculative_tokens": self.num_draft,
@@ -147,11 +146,7 @@ class Run:
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
             "time_to_first_token": self.time_to_first_token,
-            "rounds": counts.rounds,
-            "drafted": counts.drafted,
-            "accepted": counts.accepted,
-            "acceptance_length": counts.length,
-            "acceptance_per_position": list(counts.rates),
+            **self.acceptance.as_row(),
         }
 
 

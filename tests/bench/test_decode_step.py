@@ -191,7 +191,6 @@ def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "kind", "field"),
     [
-        (["--presence-penalty", "0.5"], "controlled-step", {"presence_penalty": 0.5}),
         (["--top-k", "5", "--top-p", "0.8"], "filtered-step", {"top_k": 5, "top_p": 0.8}),
         (["--selector", "8"], "selector-step", {"selector_rank": 8}),
         (
@@ -228,27 +227,17 @@ def test_a_flag_that_is_removed_is_refused_with_the_reason(capsys):
     assert "--rows is removed: ragged rounds did not beat" in capsys.readouterr().err
 
 
-def test_variants_are_measured_in_the_order_in_which_they_are_written():
-    written = ("peagle:7:load", "none", "eagle3:3", "peagle:7:load", "peagle:5")
-    found = variants(Options(preset="tiny", variants=written))
-    first, *others = found
-    assert first == Variant("peagle", 7, "load")
-    assert others == [Variant("none", 0), Variant("eagle3", 3), Variant("peagle", 5)]
-    assert decode_step.kind(Options(preset="tiny", variants=written)) == "adaptive-step"
-    assert decode_step.kind(Options(preset="tiny", variants=("none", "peagle:3"))) == "decode-step"
-
-
 @pytest.mark.sampled(0, slow=1)
-@pytest.mark.parametrize(("devices", "variant"), [(1, "none"), (2, "peagle:2")])
+@pytest.mark.parametrize(("devices", "method"), [(1, ["none"]), (2, ["peagle", "-K", "2"])])
 def test_programs_that_jobs_compiled_are_not_traced_again(
-    tiny_presets, tmp_path, compiled_here, devices, variant
+    tiny_presets, tmp_path, compiled_here, devices, method
 ):
     argv = ["--preset", "tiny", *TINY, "--out", str(tmp_path / "rows.jsonl"), "--sha", "abc"]
-    argv += ["--variants", variant, "--concurrency", "2", "--max-tokens", "8"]
+    argv += ["--method", *method, "--concurrency", "2", "--max-tokens", "8"]
     argv += ["--jobs", "2", "--prefills", "1", "--tensor-parallel", str(devices)]
     assert main(["decode-step", *argv]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [row["method"] for row in rows] == [variant.partition(":")[0]]
+    assert [row["method"] for row in rows] == method[:1]
     assert len(compiled_here) == 3  # prefill, rounds, controls
 
 
@@ -276,10 +265,7 @@ def test_cells_that_do_not_fit_are_skipped(tiny_presets, tmp_path, monkeypatch, 
 
 MISTAKES = {
     "--preset gpt-5": "known are",
-    "--preset qwen3-0.6b --variants peagle": "METHOD:K",
-    "--preset qwen3-0.6b --variants none:3": "METHOD:K",
-    "--preset qwen3-0.6b --variants peagle:3:fast": "peagle:3:fast: 'fast' must be off or load",
-    "--preset qwen3-0.6b --variants peagle:99": "above 32",
+    "--preset qwen3-0.6b -K 99": "above 32",
     "--preset qwen3-0.6b --jobs 2": "--no-cache excludes",
     "--preset qwen3-0.6b --layers 99": "has 28",
     "--preset qwen3-0.6b -K 2 --synthetic-acceptance-length 3.5": "1 to 3",

@@ -65,6 +65,16 @@ class Acceptance:
             less(self.drafted_per_position, before.drafted_per_position),
         )
 
+    def as_row(self) -> dict[str, int | float | list[float]]:
+        """The counts as reports show them."""
+        return {
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_length": self.length,
+            "acceptance_per_position": list(self.rates),
+        }
+
     @property
     def length(self) -> float:
         """AL, the acceptance length: tokens emitted per round, the target's included; 1 without
