@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.activations import whole_rows
-from pallas_kernels.candidate_walk.api import candidate_walk
 from peagle_jax.method.block_head import BlockHead
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.sampling import draft_keys, probabilities, sample_rows
-from peagle_jax.method.selector import Tables, candidates, sampled_walk, walk
+from peagle_jax.method.selector import Tables, candidates, sampled_walk, table_edges, walk
 from peagle_jax.models.cache import LayerCache, PageCache, PagedAttention
 from peagle_jax.models.layers import Attention, AttentionRows
 from peagle_jax.models.rope_angles import rope_angles
@@ -133,14 +132,13 @@ def _scored(
     """
     J = logits.shape[1]
     if tables is None:
-        draft_ids, scores = candidate_scores(head, target, out[:, :J], logits)
-        with partition.over(1):  # all devices have all candidates
-            return draft_ids, scores, walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
-    draft_ids, values = candidates(logits, head.config.draft_vocab_size)
-    states = head.selector.hidden(head.norm(out), out_dtype=jnp.float32)[:, :J]
-    scale = head.selector.scale
-    taken, edges = candidate_walk(draft_ids, values, states, *tables, scale=scale)
-    return draft_ids, values[..., None, :] + edges, taken
+        ids, scores = candidate_scores(head, target, out[:, :J], logits)
+    else:
+        ids, values = candidates(logits, head.config.draft_vocab_size)
+        states = head.selector.hidden(head.norm(out), out_dtype=jnp.float32)[:, :J]
+        scores = values[..., None, :] + head.selector.scale * table_edges(tables, ids, states)
+    with partition.over(1):  # all devices have all candidates
+        return ids, scores, walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
 
 
 def _select(

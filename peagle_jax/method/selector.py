@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.candidate_walk.reference import walk
 from pallas_kernels.top.api import top
 from peagle_jax.config import DrafterConfig
 from peagle_jax.method.sampling import probabilities, sample_rows
@@ -155,6 +154,38 @@ def candidates(logits: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array
     ids, values = (vocabulary.whole(x, n * x.shape[-1]) for x in (ids, values))
     best, values = top(values, count)  # ties: the lower rank comes first, and has the lower ids
     return jnp.take_along_axis(ids, best, axis=-1), values
+
+
+def table_edges(tables: Tables, ids: jax.Array, states: jax.Array) -> jax.Array:
+    """`Selector` from its tables, without its scale.
+
+    Args:
+      ids: [B, J, C] int32, candidates.
+      states: [B, J, r] float32; those of draft 1 are not used.
+    Returns:
+      [B, J, C, C] float32; zeros of draft 1, which has no edges.
+    """
+    before = tables.before[ids[:, :-1]].astype(jnp.float32)
+    after = tables.after[ids[:, 1:]].astype(jnp.float32)
+    inner = jax.nn.silu(before + states[:, 1:, None])
+    # Not an einsum: tiles of a product, and so its bits, may depend on the number of sequences.
+    edges = jnp.sum(inner[:, :, :, None] * after[:, :, None], axis=-1)
+    return jnp.pad(edges, ((0, 0), (1, 0), (0, 0), (0, 0)))
+
+
+def walk(best: jax.Array) -> jax.Array:
+    """Follows the candidates of the positions, each given the one before.
+
+    Args:
+      best: [B, J, C] int32, the candidate to take after each candidate of the position before; of
+        the first position column 0 is used.
+    Returns:
+      [B, J] int32, the candidates taken.
+    """
+    taken = [best[:, 0, 0]]
+    for following in jnp.moveaxis(best, 1, 0)[1:]:
+        taken.append(jnp.take_along_axis(following, taken[-1][:, None], axis=1)[:, 0])
+    return jnp.stack(taken, axis=1)
 
 
 def rows_of(values: jax.Array, taken: jax.Array) -> jax.Array:
