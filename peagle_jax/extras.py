@@ -14,6 +14,7 @@ PACKAGES = {
         *("prometheus_client", "pydantic", "starlette", "uvicorn"),
     ),
     "structured": ("llguidance",),
+    "tensorboard": ("tensorboardX",),
     "tracing": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"),
 }
 """The packages of each extra, by the names under which Python imports them."""

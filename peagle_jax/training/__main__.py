@@ -123,7 +123,14 @@ def _head(args) -> None:
     init = None
     if args.init is not None:
         init = drafter.further_head(load_head(args.init, config, dtype="float32"), args.method)
-    answers.write(args.target, _answer_options(args, concurrency), folder, dtype=dtype)
+    written = _answer_options(args, concurrency)
+    if args.dry_run:
+        texts = answers.expected(args.target, written)
+        print(f"{texts.prompts} prompts, {texts.answers} answers; {texts.rows} rows at most")
+        sizes = dict(rows=texts.rows, heldout=texts.heldout, init=init)
+        print(_plan_of(args, config, _bytes_of(args.target), **sizes).report(None))
+        return
+    answers.write(args.target, written, folder, dtype=dtype)
     texts = [load_text(config, folder, name).tokens for name in ("train", "heldout")]
     rows, heldout = map(len, texts)
     held = _bytes_of(args.target)
@@ -163,7 +170,7 @@ def _train_head(args, plan, target, texts, dtype: str, init) -> Path:
     with_selector = args.selector and args.method == "peagle"
     length = recipe.Length(steps=plan.shape.steps, minutes=args.minutes)
     length = length.share(1 - recipe.SELECTOR_SHARE if with_selector else 1.0)
-    run = recipe.head_run(plan, args.out / "head", length, args.seed)
+    run = _watched(args, recipe.head_run(plan, args.out / "head", length, args.seed))
     options = recipe.head_options(plan, args.out / "text", dtype)
     task, merge = drafter.make_task(config, target, options, run, init)
     configs = dict(head=asdict(config), run=asdict(run), options=asdict(options))
@@ -178,13 +185,17 @@ def _train_selector(args, plan, target, folder: Path, dtype: str) -> Path:
     head = load_head(folder, target.config, dtype=dtype)
     length = recipe.Length(steps=plan.shape.steps, minutes=args.minutes)
     length = length.share(recipe.SELECTOR_SHARE)
-    run = recipe.selector_run(plan, args.out / "selector", length, args.seed)
+    run = _watched(args, recipe.selector_run(plan, args.out / "selector", length, args.seed))
     options = recipe.head_options(plan, args.out / "text", dtype)
     kind = args.selector_kind
     rank = recipe.selector_rank(target.config.hidden_size, kind)
     task, merge = selector.make_task(head, target, options, run, rank, kind)
     configs = dict(head=asdict(head.config), run=asdict(run), options=asdict(options))
     return _trained(task, merge, run, configs, target)
+
+
+def _watched(args, run):
+    return replace(run, patience=args.patience, log_to=tuple(args.log_to))
 
 
 def _trained(task, merge, run, configs: dict, target) -> Path:

@@ -96,19 +96,51 @@ def _split(rows: list[chats.Row], options: AnswerOptions) -> dict[str, list[chat
     return dict(heldout=heldout, train=kept[count:])
 
 
-def write(folder: Path, options: AnswerOptions, out: Path, *, dtype: str) -> None:
-    """Writes `train.npz` and `heldout.npz` with answers of the target in `folder`.
-
-    Raises:
-      ConfigError: prompts that cannot be read, or `out` has answers to others.
-    """
-    rows = chats.read(
+def _rows(folder: Path, options: AnswerOptions) -> list[chats.Row]:
+    return chats.read(
         options.prompts,
         Tokenizer(folder),
         target_config(folder).eos_ids,
         chat=options.chat,
         prompt_tokens=options.prompt_tokens,
     )
+
+
+class Expected(NamedTuple):
+    """Of texts that are not written yet: prompts, those that the target answers, and packed rows if
+    every answer is as long as it may be."""
+
+    prompts: int
+    answers: int
+    rows: int
+    heldout: int
+
+
+def expected(folder: Path, options: AnswerOptions) -> Expected:
+    """What `write` would make; it runs no target.
+
+    Raises:
+      ConfigError: prompts that cannot be read.
+    """
+    split = _split(_rows(folder, options), options)
+    longest = lambda row: len(row.tokens) + row.is_open * options.max_tokens
+    tokens = sum(min(options.length, longest(row)) for row in split["train"])
+    every = [row for some in split.values() for row in some]
+    return Expected(
+        prompts=len(every),
+        answers=sum(row.is_open for row in every),
+        rows=max(1, -(-tokens // options.length)),
+        heldout=len(split["heldout"]),
+    )
+
+
+def write(folder: Path, options: AnswerOptions, out: Path, *, dtype: str) -> None:
+    """Writes `train.npz` and `heldout.npz` with answers of the target in `folder`.
+
+    Raises:
+      ConfigError: prompts that cannot be read, or `out` has answers to others.
+    """
+    rows = _rows(folder, options)
     split = _split(rows, options)
     out.mkdir(parents=True, exist_ok=True)
     _claim(out / "request.json", options, rows, _identity(folder, dtype))

@@ -1,6 +1,7 @@
 """The length of a training run: a number of steps, or minutes."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ class Budget:
     A run of `minutes` fixes it once, when the cool-down has to begin: until then the learning rate
     does not depend on it. So the pace is that of most of the run, with checkpoints, evaluations,
     and the work of other processes on the device. The number is stored under `out` for runs that
-    are continued.
+    are continued, as that of `cool_down`.
 
     Args:
       decay: share of the run in which the learning rate cools down.
@@ -37,7 +38,7 @@ class Budget:
         self.minutes, self.decay, self.clock = minutes, decay, clock
         self.started = clock()
         self.measured = -COMPILING_STEPS  # steps since `mark`
-        if self.total is None and self.path.exists():
+        if self.path.exists():
             self.total = json.loads(self.path.read_text())["total_steps"]
 
     def measure(self, step: int, wait: Callable[[], object]) -> None:
@@ -55,5 +56,17 @@ class Budget:
         pace = (now - self.mark) / self.measured
         left = self.started + 60 * self.minutes - now
         if left - _STEPS_BETWEEN_LOOKS * pace <= self.decay * 60 * self.minutes:
-            self.total = step + max(1, int(left / pace))
-            write_whole(self.path, json.dumps(dict(total_steps=self.total)) + "\n")
+            self._fix(step + max(1, int(left / pace)))
+
+    def cool_down(self, step: int) -> bool:
+        """Lets the cool-down begin at `step`, in its share of the steps so far; returns whether it
+        had not begun."""
+        total = max(step + 1, math.ceil(step / (1 - self.decay)))
+        begins = self.total is None or total < self.total
+        if begins:
+            self._fix(total)
+        return begins
+
+    def _fix(self, total: int) -> None:
+        self.total = total
+        write_whole(self.path, json.dumps(dict(total_steps=total)) + "\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from peagle_jax.cli.command_line import DefaultsFormatter, Parser
 from peagle_jax.config import ConfigError
+from peagle_jax.training.loggers import LOGGERS, check_loggers
 
 _EPILOG = """\
 a head for your model, from prompts:
@@ -83,19 +84,26 @@ def _add_synthesize(commands) -> None:
 
 
 def _add_head_shape(parser) -> None:
-    parser.add_argument(
+    group = parser.add_argument_group("the head")
+    group.add_argument(
         "--method", choices=("peagle", "eagle3", "dflash"), default="peagle", help="kind of head"
     )
-    parser.add_argument(
+    group.add_argument(
         "--layers", type=int, help="default 4 for peagle, 5 for dflash, 1 for eagle3"
     )
-    _add_share(parser)
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a training row")
-    parser.add_argument("--step-tokens", type=int, default=16_384, help="tokens of a step")
-    parser.add_argument("--epochs", type=float, default=6.0, help="passes over the texts")
-    parser.add_argument(
+    _add_share(group)
+
+
+def _add_steps(group) -> None:
+    group.add_argument("--epochs", type=float, default=6.0, help="passes over the texts")
+    group.add_argument("--step-tokens", type=int, default=16_384, help="tokens of a step")
+    group.add_argument(
         "--num-devices", type=int, default=1, metavar="N", help="GPUs that share each step's texts"
     )
+
+
+def _add_length(group) -> None:
+    group.add_argument("--length", type=int, default=1024, help="tokens of a training row")
 
 
 def _add_head(commands) -> None:
@@ -113,58 +121,85 @@ def _add_head(commands) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of everything written")
     parser.add_argument(
-        "--init", type=Path, metavar="HEAD", help="train this head further, in its own shape"
-    )
-    _add_head_shape(parser)
-    parser.add_argument(
         "--minutes", type=float, help="of training, instead of --epochs; answers take their time"
     )
     parser.add_argument(
-        "--states-gb",
-        type=float,
-        metavar="GB",
-        help="first write the target's states of all texts to disk, at most so much: for a target "
-        "that has no room beside its head",
+        "--dry-run", action="store_true", help="read the prompts, print the plan, and end"
     )
-    parser.add_argument(
-        "--answers-only", action="store_true", help="stop before the training, after the plan"
+    _add_head_shape(parser)
+    head = parser.add_argument_group("more of the head")
+    head.add_argument(
+        "--init", type=Path, metavar="HEAD", help="train this head further, in its own shape"
     )
-    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
-    parser.add_argument(
+    head.add_argument(
+        "--selector",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="peagle: train a selector too, in a fifth of the time (default)",
+    )
+    head.add_argument(
+        "--selector-kind",
+        choices=("pairs", "lattice"),
+        default="pairs",
+        help="scores each pair of drafts by itself, or in view of all candidates before (LiLiCorr)",
+    )
+    head.add_argument("--mask-token-id", type=int, help="default: a reserved token of the target")
+    head.add_argument(
+        "--speculators",
+        action="store_true",
+        help="also write the head in the layout of speculators, without its selector: "
+        "OUT/speculators",
+    )
+    _add_texts(parser.add_argument_group("texts"))
+    _add_training(parser.add_argument_group("training"))
+    _add_engine_options(parser)
+
+
+def _add_texts(group) -> None:
+    _add_length(group)
+    group.add_argument("--max-tokens", type=int, default=512, help="of an answer")
+    group.add_argument(
         "--temperatures",
         type=float,
         nargs="+",
         default=[0, 0, 0, 0.7, 0, 0, 0, 1],
         help="of the answers, in turn (default: three quarters greedy)",
     )
-    parser.add_argument("--num-heldout", type=int, default=128, help="prompts of the evaluation")
-    parser.add_argument(
+    group.add_argument("--num-heldout", type=int, default=128, help="prompts of the evaluation")
+    group.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
         default=None,
         help="send prompts through the chat template (default: if the target has one)",
     )
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="of prompts cut from text")
-    parser.add_argument(
-        "--selector",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="peagle: train a selector too, in a fifth of the time (default)",
+    group.add_argument("--prompt-tokens", type=int, default=64, help="of prompts cut from text")
+    group.add_argument(
+        "--answers-only", action="store_true", help="stop before the training, after the plan"
     )
-    parser.add_argument(
-        "--selector-kind",
-        choices=("pairs", "lattice"),
-        default="pairs",
-        help="scores each pair of drafts by itself, or in view of all candidates before (LiLiCorr)",
+
+
+def _add_training(group) -> None:
+    _add_steps(group)
+    group.add_argument(
+        "--patience",
+        type=int,
+        metavar="N",
+        help="cool down and end when N evaluations in turn are no better (default: never)",
     )
-    parser.add_argument("--mask-token-id", type=int, help="default: a reserved token of the target")
-    parser.add_argument(
-        "--speculators",
-        action="store_true",
-        help="also write the head in the layout of speculators, without its selector: "
-        "OUT/speculators",
+    group.add_argument(
+        "--log-to",
+        nargs="+",
+        choices=LOGGERS,
+        default=[],
+        help="curves beside OUT/head/*.csv and curves.png (default: none)",
     )
-    _add_engine_options(parser)
+    group.add_argument(
+        "--states-gb",
+        type=float,
+        metavar="GB",
+        help="first write the target's states of all texts to disk, at most so much: for a target "
+        "that has no room beside its head",
+    )
 
 
 def _add_plan(commands) -> None:
@@ -176,6 +211,9 @@ def _add_plan(commands) -> None:
     parser.add_argument("--texts", type=int, default=10_000, help="training rows")
     parser.add_argument("--tflops", type=float, help="of the device; default: measured here")
     _add_head_shape(parser)
+    group = parser.add_argument_group("training")
+    _add_length(group)
+    _add_steps(group)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -273,3 +311,4 @@ def check(args) -> None:
     _check_paths(args)
     if args.stage != "synthesize":
         _check_effects(args)
+    check_loggers(getattr(args, "log_to", ()))

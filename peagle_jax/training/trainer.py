@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -35,6 +36,7 @@ from peagle_jax.devices import Devices
 from peagle_jax.parallel.partition import AXIS
 from peagle_jax.training.budget import COMPILING_STEPS, Budget
 from peagle_jax.training.curves import Curves, averages, flatten, plot
+from peagle_jax.training.loggers import Logger, open_loggers
 
 Params = dict[str, jax.Array]
 """Weights by path, `layers.0.attention.qkv.weight`."""
@@ -68,6 +70,9 @@ class RunConfig(UpdateConfig):
 
     Args:
       decay: share of the run at its end in which the learning rate falls linearly to 0.
+      patience: evaluations without a better one after which the cool-down begins; None: as many as
+        there are.
+      log_to: other places of the curves, see `loggers`.
     """
 
     out: Path
@@ -78,6 +83,8 @@ class RunConfig(UpdateConfig):
     log_every: int
     eval_every: int
     save_every: int
+    patience: int | None = None
+    log_to: tuple[str, ...] = ()
 
     def __post_init__(self):
         if (self.steps is None) == (self.minutes is None):
@@ -300,8 +307,8 @@ def _checkpoints(out: Path) -> ocp.CheckpointManager:
 class _Record:
     """Log of a run: curves, and the speed since the last row."""
 
-    def __init__(self, task: Task, run: RunConfig, step: int):
-        self.task, self.run = task, run
+    def __init__(self, task: Task, run: RunConfig, step: int, loggers: list[Logger]):
+        self.task, self.run, self.loggers = task, run, loggers
         self.train, self.evaluation = (Curves(run.out / f"{n}.csv") for n in ("train", "eval"))
         for curves in (self.train, self.evaluation):
             curves.resume(step)
@@ -322,6 +329,8 @@ class _Record:
         if not math.isfinite(row["loss"]):
             raise FloatingPointError(f"loss is {row['loss']} at step {step}; lower --learning-rate")
         self.train.add(row)
+        for logger in self.loggers:
+            logger("train", row)
         self.pending = []
         self.restart(step)
         return row
@@ -329,10 +338,25 @@ class _Record:
     def evaluate(self, step: int, params: Params) -> dict[str, float]:
         row = dict(step=step, **flatten(self.task.evaluate(params)))
         self.evaluation.add(row)
+        for logger in self.loggers:
+            logger("heldout", row)
         if self.draws:
             plot(self.train, self.evaluation, self.run.out / "curves.png")
         self.restart(step)
         return row
+
+    def is_flat(self) -> bool:
+        """Whether none of the last `patience` evaluations is better than those before."""
+        key, sign = "acceptance_length", 1
+        if key not in self.evaluation.names(key):
+            key, sign = "loss", -1
+        values = [sign * value for value in self.evaluation.column(key)[1]]
+        patience = self.run.patience
+        return (
+            bool(patience)
+            and len(values) > patience
+            and (max(values[-patience:]) <= max(values[:-patience]))
+        )
 
 
 def _restore(manager: ocp.CheckpointManager, params: Params, opt_state):
@@ -355,10 +379,11 @@ def fit(task: Task, run: RunConfig) -> Params:
     # The step donates its inputs; the caller keeps its own copy.
     params = devices.copied(jax.tree.map(jnp.copy, task.params))
     budget = Budget(run.out, run.steps, run.minutes, run.decay)
-    with _checkpoints(run.out) as manager:
+    with _checkpoints(run.out) as manager, ExitStack() as stack:
         opt_state = devices.copied(optimizer.init(params))
         params, opt_state, step = _restore(manager, params, opt_state)
-        record, compiled = _Record(task, run, step), step + COMPILING_STEPS
+        loggers = stack.enter_context(open_loggers(run.log_to, run.out, step))
+        record, compiled = _Record(task, run, step, loggers), step + COMPILING_STEPS
         interval = 0.5 if sys.stderr.isatty() else 10.0
         # Closed also by Ctrl-C: an open bar is drawn again below the message.
         with tqdm(total=budget.total, initial=step, unit="step", mininterval=interval) as bar:
@@ -381,6 +406,9 @@ def fit(task: Task, run: RunConfig) -> Params:
                     row = record.evaluate(step, _on_first(params))
                     shown = {k: round(v, 4) for k, v in row.items()}
                     bar.write(f"held out: {shown}", file=sys.stderr)
+                    if not last and record.is_flat() and budget.cool_down(step):
+                        line = f"no better since {run.patience} evaluations: cools down"
+                        bar.write(f"{line} to step {budget.total}", file=sys.stderr)
                 if saves:
                     state = dict(params=params, opt_state=opt_state)
                     manager.save(step, args=ocp.args.StandardSave(state))

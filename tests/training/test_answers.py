@@ -178,6 +178,11 @@ def test_prompts_become_a_head_that_is_lossless_and_a_killed_run_goes_on(folder,
         "--step-tokens 96 --epochs 1 --layers 1 --concurrency 2 --num-heldout 2 --share embedding "
         "unembedding --speculators"
     ).split()
+    assert command.main([*line, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "17 prompts, 16 answers; " in printed
+    assert "GiB  in all" in printed
+    assert not (tmp_path / "run").exists()
     assert command.main(line) == 0
     assert "GiB  in all" in capsys.readouterr().out
     text = tmp_path / "run" / "text"

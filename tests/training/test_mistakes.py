@@ -67,6 +67,7 @@ def refusal(line: str, capsys) -> str:
             f"{HEAD} --method eagle3 --selector-kind lattice",
             "--selector-kind lattice has no effect: --method eagle3 trains no selector",
         ),
+        (f"{HEAD} --log-to wandb", "--log-to wandb needs wandb: pip install wandb"),
         (f"{HEAD} --init {{root}}/none", "--init {root}/none: no such folder"),
         (f"{HEAD} --init {{root}} --layers 2", "--layers has no effect: --init has the head's"),
         (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import struct
 from functools import partial
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import numpy as np
 import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers, muon
+from tensorboardX.proto.event_pb2 import Event
 
 from pallas_kernels import dispatch
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import H200
 from peagle_jax.cli import plotting
 from peagle_jax.models import layers
+from peagle_jax.training.curves import Curves
 from peagle_jax.training.trainer import RunConfig, Task, fit, make_optimizer, make_step
 
 RUN = RunConfig(
@@ -152,3 +155,53 @@ def test_without_matplotlib_a_run_goes_on_and_says_what_is_left_out(tmp_path, mo
     assert "install 'peagle-jax[plots]'" in line
     assert (tmp_path / "train.csv").exists()
     assert not (tmp_path / "curves.png").exists()
+
+
+def _flat(scores):
+    """A task whose evaluations give these acceptance lengths in turn."""
+    left = iter(scores)
+    return Task(
+        params={"weight": jnp.ones(3)},
+        loss=lambda params, constants, batch, key: (params["weight"].sum(), (jnp.float32(1), {})),
+        constants=None,
+        batch=lambda step: np.zeros((1, 1), np.float32),
+        evaluate=lambda params: dict(loss=1.0, acceptance_length=next(left)),
+        tokens_per_step=1,
+    )
+
+
+def test_a_run_that_is_no_better_cools_down_and_its_curves_are_in_tensorboard(tmp_path, capsys):
+    run = dataclasses.replace(
+        RUN,
+        out=tmp_path,
+        steps=100,
+        decay=0.5,
+        log_every=4,
+        eval_every=4,
+        save_every=4,
+        patience=2,
+        log_to=("tensorboard",),
+    )
+    fit(_flat([1.0, 2.0, 1.5, 2.0, *[3.0] * 9]), run)  # flat at step 16: it ends at step 32
+    assert "no better since 2 evaluations: cools down to step 32" in capsys.readouterr().err
+    curves = Curves(tmp_path / "eval.csv")
+    curves.resume(100)
+    steps, lengths = curves.column("acceptance_length")
+    assert (steps[-1], lengths) == (32, [1.0, 2.0, 1.5, 2.0, *[3.0] * 4])
+    fit(_flat([]), run)  # has ended, also for the same command
+    assert _scalars(tmp_path / "tensorboard", "heldout/acceptance_length") == lengths
+
+
+def _scalars(folder: Path, tag: str) -> list[float]:
+    """Values of a curve in files of TensorBoard: length, checksum, event, checksum."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        while content:
+            (size,) = struct.unpack("<Q", content[:8])
+            event = Event.FromString(content[12 : 12 + size])
+            for one in event.summary.value:
+                if one.tag == tag:
+                    found[event.step] = one.simple_value
+            content = content[16 + size :]
+    return [found[step] for step in sorted(found)]
