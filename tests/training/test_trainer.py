@@ -20,25 +20,10 @@ from pallas_kernels.device import H200
 from peagle_jax.cli import plotting
 from peagle_jax.models import layers
 from peagle_jax.training.curves import Curves
-from peagle_jax.training.trainer import RunConfig, Task, fit, make_optimizer, make_step
+from peagle_jax.training.trainer import Task, fit, make_optimizer, make_step
+from tests.training.small import run_config
 
-RUN = RunConfig(
-    out=Path("unused"),
-    steps=1,
-    minutes=None,
-    optimizer="adamw",
-    learning_rate=1e-3,
-    adam_learning_rate=1e-3,
-    weight_decay=0.0,
-    warmup=1,
-    decay=0.1,
-    clip=1.0,
-    microbatches=1,
-    seed=0,
-    log_every=1,
-    eval_every=1,
-    save_every=1,
-)
+RUN = run_config(Path("unused"), 1, optimizer="adamw", learning_rate=1e-3, adam_learning_rate=1e-3)
 
 
 def test_a_step_is_traced_without_kernels_which_have_no_gradients():
