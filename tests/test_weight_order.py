@@ -137,8 +137,7 @@ IN_COLUMNS = dict(**tiny.ONE_LAYER, hidden_size=128, head_dim=16, intermediate_s
 
 def in_columns(*models) -> list:
     copies = [jax.tree.map(jnp.copy, model) for model in models]  # tests share arrays
-    for model in copies:
-        tile_columns(model)
+    tile_columns(*copies)
     return copies
 
 

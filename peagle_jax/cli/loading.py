@@ -101,9 +101,7 @@ def load(
         activations=config.activations,
         lora=lora,
     )
-    for model in (target, head):
-        if model is not None:
-            tile_columns(model)
+    tile_columns(target, head)
     own = load_own(drafter, target, config)
     parts = {} if own is None else dict(drafter=own, taps=taps)
     return Engine(target, head, config, tokenizer=tokenizer, **parts)

@@ -319,8 +319,7 @@ def load_methods(
         if head.config.method in heads:
             raise ConfigError(f"{folder}: a second {head.config.method} head; give one a method")
         heads[head.config.method] = head
-    for one in (target, *heads.values()):
-        tile_columns(one)
+    tile_columns(target, *heads.values())
     return target, dict(sorted(heads.items())), tokenizer
 
 

@@ -5,6 +5,7 @@ quantised. Quantised activations, other chips and the references of a CPU read r
 changes, and no sum. A CPU reads float32 weights in tiles of columns; sums may have another order.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -62,15 +63,15 @@ def arrange_weights(model: nnx.Module, *, in_tiles: bool, frees: bool = False) -
         _log.info("%d fp8 weights in %s in %.1f s", count, order, time.perf_counter() - started)
 
 
-def tile_columns(model: nnx.Module) -> None:
-    """Brings the float32 weights of a target or head into `column_tiles`, on a CPU.
+def tile_columns(*models: nnx.Module | None) -> None:
+    """Brings the float32 weights of targets and heads into `column_tiles`, on a CPU.
 
     For an engine: other readers of weights expect rows. The replaced arrays are deleted, as by
     `order_weights`.
     """
     if dispatch.platform() != "cpu":
         return
-    for module in _multiplied(model):
+    for module in itertools.chain(*map(_multiplied, filter(None, models))):
         values = module.weight.get_value()
         is_shared = isinstance(values.sharding, NamedSharding)
         if values.dtype == jnp.float32 and column_tiles.fits(len(values)) and not is_shared:
