@@ -15,6 +15,7 @@ from pallas_kernels.device import B200, CPU, H200
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError, ExpertsConfig
 from peagle_jax.devices import Devices
+from peagle_jax.models import weight_order
 from peagle_jax.models.experts import ExpertLinear
 from peagle_jax.models.layers import Linear
 from peagle_jax.models.quant import quantize_fp8
@@ -133,6 +134,11 @@ def test_quantised_activations_refuse_tiles():
 
 IN_COLUMNS = dict(**tiny.ONE_LAYER, hidden_size=128, head_dim=16, intermediate_size=64)
 """Products of 128 rows."""
+
+
+@pytest.fixture(autouse=True)
+def any_cores(monkeypatch):
+    monkeypatch.setattr(weight_order, "MOST_CORES", 1000)
 
 
 def in_columns(*models) -> list:

@@ -17,8 +17,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import column_tiles, dispatch, formats, fp8_tiles
 from pallas_kernels.block_gemm.api import TILES_CHIPS
+from peagle_jax.cores import num_cores
 from peagle_jax.models.decoder import Decoder
 from peagle_jax.models.layers import Embed, Linear
+
+MOST_CORES = 4
+"""Cores of a CPU that reads columns: XLA divides a product with rows between all cores, and most of
+those with columns not (lab/log.md)."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,12 +69,12 @@ def arrange_weights(model: nnx.Module, *, in_tiles: bool, frees: bool = False) -
 
 
 def tile_columns(*models: nnx.Module | None) -> None:
-    """Brings the float32 weights of targets and heads into `column_tiles`, on a CPU.
+    """Brings the float32 weights of targets and heads into `column_tiles`, on a CPU of few cores.
 
     For an engine: other readers of weights expect rows. The replaced arrays are deleted, as by
     `order_weights`.
     """
-    if dispatch.platform() != "cpu":
+    if dispatch.platform() != "cpu" or num_cores() > MOST_CORES:
         return
     for module in itertools.chain(*map(_multiplied, filter(None, models))):
         values = module.weight.get_value()
