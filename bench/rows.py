@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import os
 import platform
 import shlex
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import jax
 
 from peagle_jax.config import ConfigError
+from peagle_jax.cores import num_cores
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -32,11 +32,7 @@ def device_name() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
-    return f"{_cpu_name()}, {_num_cores()} cores"
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_cpu_name()}, {num_cores()} cores"
 
 
 def git_sha() -> str:

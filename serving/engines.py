@@ -13,6 +13,7 @@ from peagle_jax.engine.device.memory import pages_in
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.own_drafters import load_own, own_config
 from peagle_jax.models import Decoder
+from peagle_jax.models.weight_order import tile_columns
 from serving.settings import Settings, engine_config, num_bytes
 
 
@@ -33,6 +34,7 @@ def make_engine(settings: Settings) -> Engine:
         activations=config.activations,
         lora=settings.lora,
     )
+    tile_columns(target, head)
     drafter = load_own(settings.drafter, target, config)
     return engine_of(settings, config, target, head, tokenizer=tokenizer, drafter=drafter)
 

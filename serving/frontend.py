@@ -16,7 +16,6 @@ import contextlib
 import enum
 import itertools
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from typing import get_args
 
 from peagle_jax import SamplingParams
 from peagle_jax.config import Running
+from peagle_jax.cores import num_cores
 from peagle_jax.engine.host.scheduler import QueueFull
 from peagle_jax.errors import ConfigError, NotReady
 from peagle_jax.text.tokenizer import Tokenizer
@@ -476,8 +476,7 @@ class Frontend:
 
 
 def _has_spare_cores() -> bool:
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return (count or 1) > _FEW_CORES
+    return num_cores() > _FEW_CORES
 
 
 def jobs_of(ask: Ask, number: int) -> list[Job]:

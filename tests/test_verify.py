@@ -22,6 +22,7 @@ from peagle_jax.method.verify import (
     verify_greedy,
     verify_sampled,
 )
+from peagle_jax.parallel.vocabulary import argmax
 from tests.laws import check_law
 from tests.request_params import request_params
 
@@ -288,16 +289,18 @@ def test_a_requests_bits_do_not_depend_on_the_filters_of_others(with_probs):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_largest_logit_and_its_index_come_from_one_reduction(dtype):
+@pytest.mark.parametrize("width", [17, 4160])
+def test_the_largest_logit_and_its_index_are_found_together(width, dtype):
     rng = np.random.default_rng(8)
-    logits = jnp.asarray(rng.integers(-3, 4, (40, 3, 17)), dtype)  # many are equal
+    logits = jnp.asarray(rng.integers(-3, 4, (40, 3, width)), dtype)  # many are equal
     odd = [jnp.nan, jnp.inf, -jnp.inf]
     for row, number in enumerate(odd):
         logits = logits.at[row, 0, 5].set(number).at[row, 1].set(number).at[row, 2, 3:9].set(number)
     index, value = jax.jit(largest)(logits)
     np.testing.assert_array_equal(index, jnp.argmax(logits, axis=-1))
+    np.testing.assert_array_equal(index, jax.jit(argmax)(logits))
     wide = lambda x: np.asarray(x, np.float32)
-    np.testing.assert_array_equal(wide(value), wide(logits.max(-1)))
+    np.testing.assert_array_equal(wide(value), wide(logits).max(-1))
 
 
 @pytest.mark.sampled(2)

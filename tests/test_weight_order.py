@@ -1,4 +1,4 @@
-"""The order of fp8 weights: which engines read tiles, and texts that do not depend on it."""
+"""The order of weights: which engines read tiles, and texts that do not depend on it."""
 
 from dataclasses import replace
 
@@ -9,15 +9,17 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import dispatch, formats
+from pallas_kernels import column_tiles, dispatch, formats
+from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import B200, CPU, H200
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.config import ConfigError, ExpertsConfig
 from peagle_jax.devices import Devices
+from peagle_jax.models import weight_order
 from peagle_jax.models.experts import ExpertLinear
 from peagle_jax.models.layers import Linear
 from peagle_jax.models.quant import quantize_fp8
-from peagle_jax.models.weight_order import order_weights, quantized_weights
+from peagle_jax.models.weight_order import order_weights, quantized_weights, tile_columns
 from peagle_jax.parallel.partition import AXIS
 from tests import tiny
 from tests.programs import one_bucket
@@ -128,3 +130,72 @@ def test_quantised_activations_refuse_tiles():
     model = ordered(in_fp8(), H200)
     with pytest.raises(ConfigError, match="activations='fp8'"):
         Engine(model, None, replace(CONFIG, activations="fp8"))
+
+
+IN_COLUMNS = dict(**tiny.ONE_LAYER, hidden_size=128, head_dim=16, intermediate_size=64)
+"""Products of 128 rows."""
+
+
+@pytest.fixture(autouse=True)
+def any_cores(monkeypatch):
+    monkeypatch.setattr(weight_order, "MOST_CORES", 1000)
+
+
+def in_columns(*models) -> list:
+    copies = [jax.tree.map(jnp.copy, model) for model in models]  # tests share arrays
+    tile_columns(*copies)
+    return copies
+
+
+def drafted(target, head) -> tuple:
+    engine = one_bucket(Engine(target, head, replace(CONFIG, num_draft=3)))
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    done = engine.generate([[3, 5, 7], [9, 4]], params)
+    return [one.tokens for one in done], [(one.rounds, one.accepted) for one in done]
+
+
+def test_only_float32_products_of_whole_tiles_are_in_columns():
+    names = lambda model: {
+        "/".join(map(str, path[:-1]))
+        for path, leaf in nnx.to_flat_state(nnx.state(model))
+        if path[-1] == "weight" and leaf.get_value().ndim == 3
+    }
+    layer = ["attention/qkv", "attention/out", "mlp/gate_up", "mlp/down"]
+    make = lambda **changes: tiny.target(**IN_COLUMNS | changes)
+    (tied,) = in_columns(make(tie_embeddings=True))
+    assert names(tied) == {"embed", *(f"layers/0/{name}" for name in layer)}
+    assert names(in_columns(make())[0]) == {"lm_head", *(f"layers/0/{name}" for name in layer)}
+    assert not names(in_columns(make(dtype="bfloat16"))[0])
+    moe = dict(family="qwen3_moe", experts=ExpertsConfig(num_experts=128, top_k=2))
+    (mixture,) = in_columns(make(**moe))
+    assert mixture.layers[0].mlp.router.weight.ndim == 2  # experts are in one weight of 3 axes
+    (head,) = in_columns(tiny.head("selector", selector_rank=128))
+    assert head.selector.out.weight.ndim == 2
+    assert head.selector.hidden.weight.ndim == 3
+    with dispatch.assume(H200):
+        assert not names(in_columns(make())[0])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_texts_and_drafts_in_columns_are_those_in_rows(tied):
+    sizes = dict(hidden_size=128, target_hidden_size=128, **tiny.HEAD_OF_ONE_LAYER)
+    sizes |= dict(own_embedding=not tied, own_lm_head=not tied)
+    models = lambda: (
+        tiny.target(**IN_COLUMNS, tie_embeddings=tied),
+        tiny.head("selector", **sizes),
+    )
+    assert drafted(*in_columns(*models())) == drafted(*models())
+
+
+def test_a_row_in_columns_has_the_bits_that_it_has_alone():
+    """A sum's order must not depend on the number of rows: a round verifies several, plain decoding
+    computes one."""
+    keys = jax.random.split(jax.random.key(0))
+    for N, K in ((960, 576), (128, 1536), (8192, 250)):
+        x, weight = jax.random.normal(keys[0], (9, K)), jax.random.normal(keys[1], (N, K))
+        tiles = column_tiles.arrange(weight)
+        product = jax.jit(linear)
+        alone = jnp.concatenate([product(row[None], tiles) for row in x])
+        for count in (2, 4, 9):
+            assert (product(x[:count], tiles) == alone[:count]).all()
+        np.testing.assert_allclose(alone, x @ weight.T, rtol=1e-3, atol=1e-3)

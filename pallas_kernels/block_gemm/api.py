@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, formats
+from pallas_kernels import column_tiles, dispatch, formats
 from pallas_kernels.activations import (
     Activations,
     are_quantized,
@@ -33,9 +33,9 @@ def linear(
 
     Args:
       x: [..., K] activations.
-      weight: [N, K], or the values of a quantised weight (`pallas_kernels.formats`): fp8
-        [N, K], mxfp4 [N, K / 2]. The product is computed in `x.dtype`, which is float16 for fp8
-        weights in tiles where `row_dtype` says so.
+      weight: [N, K], its `column_tiles` [N / 64, K, 64], or the values of a quantised weight
+        (`pallas_kernels.formats`): fp8 [N, K], mxfp4 [N, K / 2]. The product is computed in
+        `x.dtype`, which is float16 for fp8 weights in tiles where `row_dtype` says so.
       scale: scale of a quantised weight; None for a plain one.
       bias: [N] or None.
       out_dtype: dtype of the result, default `result_dtype(x.dtype)`; float32 returns the unrounded
@@ -47,7 +47,10 @@ def linear(
     Raises:
       ValueError: the inner widths differ, or weight and scale match no format.
     """
-    shape = formats.logical_shape(weight, scale)
+    if column_tiles.is_tiled(weight, scale):
+        shape = column_tiles.logical_shape(weight.shape)
+    else:
+        shape = formats.logical_shape(weight, scale)
     if len(shape) != 2:
         raise ValueError(f"a linear layer's weight has two axes: {weight.shape=}")
     N, K = shape

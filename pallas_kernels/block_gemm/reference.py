@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, formats, fp8_tiles
+from pallas_kernels import column_tiles, dispatch, formats, fp8_tiles
 
 TILE = 512
 """Weight rows that are dequantised at once; a multiple of `formats.BLOCK`."""
@@ -20,7 +20,7 @@ ROWS = 8
 
 def linear(
     x: jax.Array,  # [..., K]
-    weight: jax.Array,  # [N, K], mxfp4 [N, K / 2]
+    weight: jax.Array,  # [N, K], in tiles [N / 64, K, 64], mxfp4 [N, K / 2]
     scale: jax.Array | None,  # as in `formats`
     bias: jax.Array | None,  # [N]
     out_dtype: jnp.dtype,
@@ -35,7 +35,9 @@ def linear(
         x = x.astype(jnp.float32)
     N = weight.shape[0]
     multiply = _product_of_blocks if in_blocks and dispatch.platform() == "cpu" else product
-    if scale is None or N <= TILE:
+    if column_tiles.is_tiled(weight, scale):
+        y = column_tiles.product(x, weight)
+    elif scale is None or N <= TILE:
         y = multiply(x, formats.dequantize(weight, scale, x.dtype), out_dtype)
     else:
         y = _tiled(x, weight, scale, out_dtype, multiply)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import dispatch
+
 _FEW = 32_768
-"""Most values that `lax.top_k` takes."""
+"""Most values that `lax.top_k` takes, except on a CPU."""
 _DIRECT = 512
 """Most values whose ranks are counted pair by pair."""
 _WIDTH = 64
@@ -21,9 +23,10 @@ def top(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     tiles by their maximum, then inside the best tiles, which hold the largest values.
     """
     values = jnp.where(values == values, values, -jnp.inf)
-    # XLA compiles ranks of few thousand values for minutes, and sorts these fast enough.
-    few = values.shape[-1] <= _FEW
-    ids = _sorted(values, count) if few else _counted(values, count)
+    # XLA compiles ranks of few thousand values for minutes, and sorts these fast enough; a CPU has
+    # no graphs.
+    sorts = values.shape[-1] <= _FEW or dispatch.platform() == "cpu"
+    ids = _sorted(values, count) if sorts else _counted(values, count)
     return ids, jnp.take_along_axis(values, ids, axis=-1)
 
 

@@ -209,8 +209,11 @@ def _accepted(
             accepted[_scale_of(name)] = [scales]
             accepted[name] = [values, *[_Spec.of(array)] * is_whole]
         elif name not in map(_scale_of, kinds):
-            shape = array.shape if is_whole else _whole_shapes(config)[name]
-            accepted[name] = [_Spec(tuple(shape), np.dtype(array.dtype))]
+            whole = _whole_shapes(config).get(name, array.shape)
+            is_tiled = len(whole) != len(array.shape)  # `column_tiles`
+            shape = array.shape if is_whole and not is_tiled else whole
+            specs = [_Spec(tuple(shape), np.dtype(array.dtype)), _Spec.of(array)]
+            accepted[name] = specs[: 1 + is_tiled]
     return accepted
 
 

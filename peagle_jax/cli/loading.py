@@ -12,7 +12,7 @@ from peagle_jax.engine.engine import Engine
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.own_drafters import is_own, load_own
 from peagle_jax.models import Decoder
-from peagle_jax.models.weight_order import order_weights
+from peagle_jax.models.weight_order import order_weights, tile_columns
 from peagle_jax.text.tokenizer import Tokenizer
 
 
@@ -101,6 +101,7 @@ def load(
         activations=config.activations,
         lora=lora,
     )
+    tile_columns(target, head)
     own = load_own(drafter, target, config)
     parts = {} if own is None else dict(drafter=own, taps=taps)
     return Engine(target, head, config, tokenizer=tokenizer, **parts)

@@ -28,6 +28,7 @@ from peagle_jax.engine.host.stats import Acceptance
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.drafter import Drafter
 from peagle_jax.models import Decoder
+from peagle_jax.models.weight_order import tile_columns
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text.tokenizer import Tokenizer
 
@@ -288,6 +289,7 @@ def load_methods(
         if head.config.method in heads:
             raise ConfigError(f"{folder}: a second {head.config.method} head; give one a method")
         heads[head.config.method] = head
+    tile_columns(target, *heads.values())
     return target, dict(sorted(heads.items())), tokenizer
 
 

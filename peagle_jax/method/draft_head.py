@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import column_tiles
 from peagle_jax.config import DrafterConfig
 from peagle_jax.method.lattice import Lattice
 from peagle_jax.method.selector import Selector, Tables, TableSelector
@@ -203,7 +204,8 @@ class DraftHead(nnx.Module):
     def unembedding(self, target) -> jax.Array:
         """Rows [Vd, D] of the projection to logits."""
         owner = target if self.lm_head is None else self
-        return (owner.embed if owner.lm_head is None else owner.lm_head).weight[...]
+        rows = (owner.embed if owner.lm_head is None else owner.lm_head).weight[...]
+        return column_tiles.restore(rows) if column_tiles.is_tiled(rows, None) else rows
 
     def feedback(self, hidden: jax.Array) -> jax.Array:
         """The next state in autoregressive drafting: the output, normalised if `norm_output` is

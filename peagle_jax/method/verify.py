@@ -60,11 +60,16 @@ def _row(x: jax.Array, n: jax.Array) -> jax.Array:
 
 
 def largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Argmax [...] int32 and maximum [...] of logits [..., V], in one reduction.
+    """Argmax [...] int32 and maximum [...] of logits [..., V], in one reduction or by
+    tiles.
 
     Ties go to the lower index, and the first NaN counts as the largest, as in `jnp.argmax`.
     """
     axis = logits.ndim - 1
+    if vocabulary.is_tiled(logits.shape[axis]):
+        argmax = vocabulary.local_argmax(logits).astype(jnp.int32)
+        maximum = jnp.take_along_axis(logits, argmax[..., None], axis=axis)[..., 0]
+        return vocabulary.first_largest(argmax, maximum, logits.shape[axis])
     index = lax.broadcasted_iota(jnp.int32, logits.shape, axis)
 
     def larger(a, b):

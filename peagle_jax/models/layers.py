@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import column_tiles
 from pallas_kernels.activations import Activations, result_dtype, row_dtype
 from pallas_kernels.block_gemm.api import add_in_order, linear, partial_products
 from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
@@ -96,8 +97,8 @@ class Linear(nnx.Module):
     """`x @ weight.T + bias`. The weight is stored [out, in], so `in` is contiguous.
 
     A checkpoint loader may replace it by a quantised weight with a `scale`
-    (pallas_kernels.formats). `activations` says how products with an fp8 weight read x, see
-    `quantized_activations`.
+    (pallas_kernels.formats), and `weight_order` by tiles. `activations` says how products with an
+    fp8 weight read x, see `quantized_activations`.
     """
 
     activations: Activations = "bf16"
@@ -172,6 +173,8 @@ class Embed(nnx.Module):
         self.weight = nnx.Param(std * jax.random.normal(rngs.params(), (vocab, width), dtype))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        if column_tiles.is_tiled(self.weight[...], None):
+            return column_tiles.rows(self.weight[...], tokens)
         if partition.size() == 1:
             return self.weight[...][tokens]
         rows = self.weight.shape[0]  # of this device

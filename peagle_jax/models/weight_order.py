@@ -1,19 +1,29 @@
-"""The order of FP8 weights in memory: rows, as in checkpoints, or tiles (`fp8_tiles`).
+"""The order of weights in memory: rows, as in checkpoints, or tiles (`fp8_tiles`, `column_tiles`).
 
-Hopper's kernels read tiles with fewer instructions, if activations are not quantised. Quantised
-activations, other chips and the references of a CPU read rows. No number changes, and no sum.
+Hopper's kernels read tiles of FP8 weights with fewer instructions, if activations are not
+quantised. Quantised activations, other chips and the references of a CPU read rows. No number
+changes, and no sum. A CPU reads float32 weights in tiles of columns; sums may have another order.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import dispatch, formats, fp8_tiles
+from pallas_kernels import column_tiles, dispatch, formats, fp8_tiles
 from pallas_kernels.block_gemm.api import TILES_CHIPS
+from peagle_jax.cores import num_cores
+from peagle_jax.models.decoder import Decoder
+from peagle_jax.models.layers import Embed, Linear
+
+MOST_CORES = 4
+"""Cores of a CPU that reads columns: XLA divides a product with rows between all cores, and most of
+those with columns not (lab/log.md)."""
 
 _log = logging.getLogger(__name__)
 
@@ -58,11 +68,38 @@ def arrange_weights(model: nnx.Module, *, in_tiles: bool, frees: bool = False) -
         _log.info("%d fp8 weights in %s in %.1f s", count, order, time.perf_counter() - started)
 
 
+def tile_columns(*models: nnx.Module | None) -> None:
+    """Brings the float32 weights of targets and heads into `column_tiles`, on a CPU of few cores.
+
+    For an engine: other readers of weights expect rows. The replaced arrays are deleted, as by
+    `order_weights`.
+    """
+    if dispatch.platform() != "cpu" or num_cores() > MOST_CORES:
+        return
+    for module in itertools.chain(*map(_multiplied, filter(None, models))):
+        values = module.weight.get_value()
+        is_shared = isinstance(values.sharding, NamedSharding)
+        if values.dtype == jnp.float32 and column_tiles.fits(len(values)) and not is_shared:
+            module.weight = nnx.Param(_converted(column_tiles.arrange, values))
+            values.delete()
+
+
+def _multiplied(model: nnx.Module) -> Iterator[nnx.Module]:
+    """The modules whose weights [N, K] are read by `linear`, and by `Embed`, only."""
+    is_tied = isinstance(model, Decoder) and model.lm_head is None
+    for path, module in nnx.iter_modules(model):
+        is_read = path[-1:] == ("router",) or path[-2:] == ("selector", "out")
+        is_product = isinstance(module, Linear) and module.scale is None and not is_read
+        if (is_product or (is_tied and isinstance(module, Embed))) and module.weight.ndim == 2:
+            yield module
+
+
 def ordered_as(values: jax.Array, like: jax.Array) -> jax.Array:
-    """An fp8 weight in the order that `like` has; any other array as it is."""
+    """A weight in the order that `like` has; an array of as many axes as it is."""
     if values.ndim == like.ndim:
         return values
-    return _converted(fp8_tiles.arrange if values.ndim < like.ndim else fp8_tiles.restore, values)
+    tiles = fp8_tiles if values.dtype == jnp.float8_e4m3fn else column_tiles
+    return _converted(tiles.arrange if values.ndim < like.ndim else tiles.restore, values)
 
 
 def quantized_weights(

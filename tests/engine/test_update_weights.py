@@ -22,7 +22,8 @@ from peagle_jax.checkpoint.safetensors import write
 from peagle_jax.devices import Devices
 from peagle_jax.errors import NotReady
 from peagle_jax.method.drafter import make_drafter
-from peagle_jax.models.weight_order import arrange_weights
+from peagle_jax.models import weight_order
+from peagle_jax.models.weight_order import arrange_weights, tile_columns
 from tests import tiny
 from tests.eager import moved_by_jax
 from tests.programs import one_bucket
@@ -164,6 +165,22 @@ def test_quantised_checkpoints_keep_their_values(name, tmp_path):
             "names": lambda: tensors.items(),
             "module": lambda: load(tmp_path),
         },
+    )
+
+
+def test_columns_are_made_of_rows(monkeypatch):
+    """As a CPU of few cores reads float32 weights."""
+    monkeypatch.setattr(weight_order, "MOST_CORES", 1000)
+
+    def columns(seed):
+        model = jax.tree.map(jnp.copy, small_target(seed))  # tests share arrays
+        tile_columns(model)
+        return model
+
+    assert any(leaf.ndim == 3 for leaf in jax.tree.leaves(columns(OLD)))
+    sources = {"rows": lambda: small_target(NEW), "columns": lambda: columns(NEW)}
+    updated_from_all(
+        make_engine(columns(OLD)), make_engine(columns(NEW)), small_target(OLD), sources
     )
 
 

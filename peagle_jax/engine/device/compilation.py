@@ -35,6 +35,7 @@ import jax
 
 from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError, DrafterConfig, EngineConfig, TargetConfig
+from peagle_jax.cores import num_cores
 from peagle_jax.engine.device import stored_programs
 from peagle_jax.engine.device.memory import free_host_bytes
 from peagle_jax.engine.device.program import Program
@@ -188,7 +189,7 @@ def compile_missing(
 def default_jobs(*, has_low_priority: bool = False) -> int:
     """Processes that compile side by side: one for each core, with low priority for every other, as
     far as memory allows."""
-    jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    jobs = num_cores()
     if has_low_priority:
         jobs //= 2
     rooms = [(free_host_bytes(), _HOST_BYTES)]

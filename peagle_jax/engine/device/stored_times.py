@@ -20,6 +20,7 @@ import jax
 
 from pallas_kernels import dispatch
 from peagle_jax.config import EngineConfig
+from peagle_jax.cores import num_cores
 from peagle_jax.engine.host.calls import RoundShape
 
 FOLDER = "round-times"
@@ -40,7 +41,7 @@ class StoredTimes:
     def __init__(self, weights, structure, config: EngineConfig):
         folder = jax.config.jax_compilation_cache_dir
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in weights]
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        cores = num_cores()
         # Static parts of the tree may be shown with their addresses, which change from run to run.
         named = re.sub("0x[0-9a-f]+", "", str(structure))
         # The number of pages follows the memory that is free at a start; it hardly changes a time.

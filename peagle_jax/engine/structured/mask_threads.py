@@ -1,7 +1,6 @@
 """Threads that compute the masks of a round. Host code, no jax here."""
 
 import math
-import os
 import time
 from collections.abc import Sequence
 
@@ -12,13 +11,15 @@ from llguidance.numpy import (
     fill_next_token_bitmask_par_with_draft_tokens,
 )
 
+from peagle_jax.cores import num_cores
+
 _SECONDS_A_THREAD = 0.001
 """Seconds of work for each thread. Waking a thread for less takes longer than it saves."""
 _SAMPLED_EVERY = 8
 """One in this many calls with several threads measures the masks of one request."""
 _LONG = 0.01
 """Seconds of a call after which each request is measured: one of them may have become costly."""
-_NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+_NUM_CORES = num_cores()
 
 Window = tuple[llguidance.LLMatcher, int, list[int]]
 """A matcher, the row of its first mask, and the drafts of the next masks."""
