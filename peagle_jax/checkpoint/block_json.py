@@ -125,7 +125,7 @@ def _taps(options: Fields) -> tuple[int, ...]:
     """Ids of entered layers."""
     if ids := options.ids("aux_hidden_state_layer_ids"):
         return ids
-    if ids := options.ids("target_layer_ids"):
+    if ids := options.ids("target_layer_ids", least=-1):  # -1: the embedding
         return tuple(i + 1 for i in ids)
     raise options.error(
         "config.json states neither target_layer_ids nor aux_hidden_state_layer_ids; give the "

@@ -131,12 +131,14 @@ class Fields:
             known = " or ".join(repr(choice) for choice in allowed) or "leaving it out"
             raise self.error(f"{key} {value!r} is not supported, {known} is{hint}")
 
-    def ids(self, key: str) -> tuple[int, ...] | None:
+    def ids(self, key: str, least: int = 0) -> tuple[int, ...] | None:
         """Token ids, stated as one number or a list of them; None if there are none."""
         value = self.get(key)
         if value is None:
             return None
         ids = value if isinstance(value, list) else [value]
-        if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
+        if any(
+            isinstance(token, bool) or not isinstance(token, int) or token < least for token in ids
+        ):
             raise self.error(f"{key} must be a token id or a list of them, not {value!r}")
         return tuple(ids)
