@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peagle_jax.cli.command_line import given, writes_output
-from peagle_jax.cli.model_folders import check_folders, check_head_is_given, local_folder
+from peagle_jax.cli.model_folders import check_folders, local_folder, local_models
 from peagle_jax.cli.options import (
     SAMPLED,
     ModelOptions,
@@ -80,8 +80,6 @@ def _check_models(args, config: EngineConfig) -> None:
     if args.compare:
         if sum(map(is_own, args.drafter)) > 1:
             raise ConfigError("--compare takes one drafter as module:Class, and heads")
-        if args.model is not None and drafter is None:
-            raise ConfigError(f"--compare needs a head for {args.model}: give --drafter DIR")
     else:
         if len(args.drafter) > 1:
             raise ConfigError(
@@ -89,8 +87,9 @@ def _check_models(args, config: EngineConfig) -> None:
             )
         if args.method == "none" and drafter is not None:
             raise ConfigError("--method none takes no --drafter: leave one of the two out")
-        check_head_is_given(args.model, drafter, args.method)
-    args.model, args.drafter = local_folder(args.model), list(map(local_folder, args.drafter))
+    args.model, drafter = local_models(args.model, drafter, args.method)
+    if args.drafter:  # else those that ship for the target
+        args.drafter = [drafter, *map(local_folder, args.drafter[1:])]
     check_folders(args.model, args.drafter, config, lora=args.lora)
 
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from peagle_jax.cli.model_folders import (
     check_folders,
-    check_head_is_given,
     embedded,
-    local_folder,
+    local_models,
 )
 from peagle_jax.cli.options import ModelOptions
 from peagle_jax.config import ConfigError, EngineConfig
@@ -287,8 +286,7 @@ def read_models(settings: Settings) -> Settings:
     Raises:
       ConfigError: folders that cannot be used, or sizes that the model does not have.
     """
-    check_head_is_given(settings.model, settings.drafter, settings.method)
-    model, drafter = local_folder(settings.model), local_folder(settings.drafter)
+    model, drafter = local_models(settings.model, settings.drafter, settings.method)
     drafters = [] if drafter is None else [drafter]
     check_folders(model, drafters, engine_config(settings), lora=settings.lora)
     changed: dict[str, str | None] = {"served_model_name": served_name(settings)}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from peagle_jax.checkpoint import Quantization, load_head, load_target
 from peagle_jax.checkpoint.gguf_file import is_gguf
-from peagle_jax.cli.model_folders import check_head_is_given, embedded, local_folder
+from peagle_jax.cli.model_folders import check_method, embedded, head_of, local_folder
 from peagle_jax.config import ConfigError, EngineConfig, Method
 from peagle_jax.devices import Devices
 from peagle_jax.engine.engine import Engine
@@ -32,8 +32,8 @@ def load_weights(
 
     Args:
       model: Hugging Face folder, or a GGUF file; None is the embedded model.
-      drafter: head folder; None is the embedded model's head for `method`. `module:Class` has no
-        head: `own_drafters.load_own` loads it.
+      drafter: head folder; None is the head of `method` that ships for the target. `module:Class`
+        has no head: `own_drafters.load_own` loads it.
       method: "none" loads no head; another must be the head's own method; None takes
         the head's method (for the embedded model "peagle").
       dtype: dtype of all weights that are not quantised.
@@ -46,8 +46,7 @@ def load_weights(
     Raises:
       ConfigError: a file is missing, or head and target do not match.
     """
-    if is_own(drafter):
-        check_head_is_given(model, drafter, method)
+    check_method(model, drafter, method)
     target_folder = embedded("target") if model is None else Path(model)
     if is_gguf(target_folder):
         target_folder = local_folder(target_folder)
@@ -61,8 +60,8 @@ def load_weights(
     if method == "none" or is_own(drafter):
         return target, None, tokenizer
     if drafter is None:
-        check_head_is_given(model, drafter, method)
-        drafter = embedded(method or "peagle")
+        is_embedded = model is None
+        drafter = embedded(method or "peagle") if is_embedded else head_of(target_folder, method)
     head = load_head(drafter, target.config, dtype=dtype, taps=taps, devices=devices)
     if method not in (None, head.config.method):
         raise ConfigError(

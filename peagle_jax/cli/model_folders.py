@@ -32,25 +32,69 @@ def local_folder(given: str | Path | None) -> str | Path | None:
     return resolve(str(given))[0]
 
 
-def check_head_is_given(
+def local_models(
+    model: str | Path | None, drafter: str | Path | None, method: Method | None
+) -> tuple[str | Path | None, str | Path | None]:
+    """Folders of a target and its drafter, which may be one that ships with the package.
+
+    Args:
+      model, drafter: as in `local_folder`. None for the drafter of a target other than the embedded
+        one is the head of `method` that ships for it.
+
+    Raises:
+      ConfigError: a target without such a head, a hub id that cannot be downloaded, or a method
+        beside a drafter of the user's own.
+    """
+    needs_head = drafter is None and model is not None and method != "none"
+    if needs_head:
+        _check_may_have_heads(str(model))
+    check_method(model, drafter, method)
+    folder = local_folder(model)
+    return folder, head_of(folder, method) if needs_head else local_folder(drafter)
+
+
+def check_method(
     model: str | Path | None, drafter: str | Path | None, method: Method | None
 ) -> None:
-    """Raises ConfigError if a user's model needs a draft head (method is not "none") and has none,
-    or is not there.
-
-    Likewise if the embedded model has no head of the method, or if one is given with a drafter of
-    the user's own.
-    """
+    """Raises ConfigError if the embedded model has no head of the method, or if one is given with a
+    drafter of the user's own."""
     if is_own(drafter) and method is not None:
         raise ConfigError(f"method {method} is of a head: leave it out with the drafter {drafter}")
     if drafter is None and model is None and method not in (None, "none", *EMBEDDED_HEADS):
         raise ConfigError(f"the embedded model has no {method} head: give --drafter DIR")
-    if method != "none" and drafter is None and model is not None:
-        if str(model).startswith(("/", ".")) and not Path(model).exists():  # no hub id
-            raise ConfigError(f"{model}: no such folder")
-        raise ConfigError(
-            f"drafting needs a head for {model}: give --drafter DIR, or use --method none"
-        )
+
+
+def head_of(folder: str | Path, method: Method | None) -> Path:
+    """The head that ships for the target in a folder; None for the method takes P-EAGLE.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    from peagle_jax.checkpoint.shipped import shipped_heads  # numpy, which --help does not need
+
+    found = shipped_heads(Path(folder)).get(method or "peagle")
+    if found is None:
+        raise no_head(folder)
+    return found
+
+
+def no_head(model: str | Path) -> ConfigError:
+    """The error for a target that needs a head."""
+    return ConfigError(
+        f"drafting needs a head for {model}: give --drafter DIR, or use --method none"
+    )
+
+
+def _check_may_have_heads(model: str) -> None:
+    """Before gigabytes are downloaded: raises ConfigError for a folder that is not there, and for a
+    hub id that no head ships for."""
+    from peagle_jax.checkpoint.hub import is_hub_id
+    from peagle_jax.checkpoint.shipped import has_shipped_heads
+
+    if model.startswith(("/", ".")) and not Path(model).exists():
+        raise ConfigError(f"{model}: no such folder")
+    if is_hub_id(model) and not has_shipped_heads(model):
+        raise no_head(model)
 
 
 def check_folders(

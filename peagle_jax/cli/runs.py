@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from pallas_kernels import dispatch
 from peagle_jax.checkpoint import Quantization, load_head
+from peagle_jax.checkpoint.shipped import shipped_heads
 from peagle_jax.cli.loading import load_weights
 from peagle_jax.cli.model_folders import EMBEDDED_HEADS, embedded
 from peagle_jax.config import ConfigError, EngineConfig
@@ -269,7 +270,7 @@ def load_methods(
 
     Args:
       model: Hugging Face folder; None is the embedded model with its own heads.
-      drafters: head folders; none with `model` None means the embedded heads.
+      drafters: head folders; none: those that ship for the target.
       dtype, quantization, taps, tensor_parallel, activations, lora: as in
         `loading.load_weights`.
 
@@ -281,8 +282,9 @@ def load_methods(
     target, _, tokenizer = load_weights(
         model, None, method="none", activations=activations, lora=lora, **rules
     )
-    if not drafters and model is None:
-        drafters = list(map(embedded, EMBEDDED_HEADS))
+    if not drafters:
+        embedded_heads = map(embedded, EMBEDDED_HEADS)
+        drafters = list(embedded_heads if model is None else shipped_heads(Path(model)).values())
     heads: dict[str, DraftHead] = {}
     for folder in drafters:
         head = load_head(folder, target.config, dtype=dtype, taps=taps, devices=devices)

@@ -68,7 +68,7 @@ OF_ALL = {
         (f"x {MODEL} --method none --drafter {{head}}", "--method none takes no --drafter"),
         ("x --drafter {head} --drafter {head}", "--drafter is given more than once"),
         ("--compare x --temperature 0.5", "--compare is greedy"),
-        (f"--compare x {MODEL}", "--compare needs a head"),
+        (f"--compare x {MODEL}", "drafting needs a head"),
     ],
     "serving.__main__": [
         ("--unknown 1", "--unknown"),
