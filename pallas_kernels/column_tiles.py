@@ -48,7 +48,8 @@ def product(x: jax.Array, tiles: jax.Array) -> jax.Array:
     A row's bits do not depend on the number of rows, within jaxlib 0.11.2: a library of XLA takes
     the sum for a product, with one kernel for any number of rows.
     """
-    # Without the barrier XLA may compute x anew for each tile.
-    flat = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]))
+    # Without the barrier XLA may compute x anew for each tile, and products of several x with the
+    # same tiles share copies of the tiles for all rows.
+    flat, tiles = jax.lax.optimization_barrier((x.reshape(-1, x.shape[-1]), tiles))
     y = (flat[:, :, None] * tiles[:, None].astype(x.dtype)).sum(axis=2)  # [tiles, rows, 64]
     return y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
