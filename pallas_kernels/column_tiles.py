@@ -52,4 +52,5 @@ def product(x: jax.Array, tiles: jax.Array) -> jax.Array:
     # same tiles share copies of the tiles for all rows.
     flat, tiles = jax.lax.optimization_barrier((x.reshape(-1, x.shape[-1]), tiles))
     y = (flat[:, :, None] * tiles[:, None].astype(x.dtype)).sum(axis=2)  # [tiles, rows, 64]
+    y = jax.lax.optimization_barrier(y)  # else a function of it joins the sum, in another order
     return y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)

@@ -13,6 +13,7 @@ from pallas_kernels import column_tiles, dispatch, formats
 from pallas_kernels.block_gemm.api import linear
 from pallas_kernels.device import B200, CPU, H200
 from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.checkpoint import save_target
 from peagle_jax.config import ConfigError, ExpertsConfig
 from peagle_jax.devices import Devices
 from peagle_jax.models import weight_order
@@ -191,13 +192,15 @@ def test_a_row_in_columns_has_the_bits_that_it_has_alone():
     """A sum's order must not depend on the number of rows: a round verifies several, plain decoding
     computes one."""
     keys = jax.random.split(jax.random.key(0))
-    for N, K in ((960, 576), (128, 1536), (8192, 250)):
+    for N, K in ((960, 576), (128, 1536), (8192, 250), (1152, 896)):
         x, weight = jax.random.normal(keys[0], (9, K)), jax.random.normal(keys[1], (N, K))
         tiles = column_tiles.arrange(weight)
         product = jax.jit(linear)
         alone = jnp.concatenate([product(row[None], tiles) for row in x])
         for count in (2, 4, 9):
             assert (product(x[:count], tiles) == alone[:count]).all()
+        capped = jax.jit(lambda x, tiles: 30 * jnp.tanh(linear(x, tiles) / 30))
+        assert (capped(x, tiles)[0] == capped(x[:1], tiles)[0]).all()
         np.testing.assert_allclose(alone, x @ weight.T, rtol=1e-3, atol=1e-3)
 
 
@@ -212,3 +215,14 @@ def test_products_with_the_same_tiles_do_not_copy_them():
 
     compiled = jax.jit(drafts).lower(jnp.ones((4, 64)), tiles).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < tiles.nbytes
+
+
+def test_a_model_in_columns_is_saved_in_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_order, "MOST_CORES", 1 << 20)
+    model = jax.tree.map(jnp.copy, tiny.target(vocab_size=256))
+    save_target(model, tmp_path / "rows", dtype="float32")
+    tile_columns(model)
+    assert weight_order.in_columns(model)
+    save_target(model, tmp_path / "tiles", dtype="float32")
+    found, wanted = (tmp_path / name / "model.safetensors" for name in ("tiles", "rows"))
+    assert found.read_bytes() == wanted.read_bytes()

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pallas_kernels import dispatch
+from pallas_kernels import column_tiles, dispatch
 from peagle_jax.checkpoint.assembly import (
     FileAssembly,
     Sharing,
@@ -49,7 +49,7 @@ from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.devices import ONE_DEVICE, Devices, local_modules
 from peagle_jax.method.block_head import make_head
 from peagle_jax.method.draft_head import DraftHead
-from peagle_jax.models import Decoder, build
+from peagle_jax.models import Decoder, build, weight_order
 from peagle_jax.models.quant import quantize_fp8
 from peagle_jax.parallel.shares import check_shares
 
@@ -292,8 +292,11 @@ def _tensors_of(
     params, out = dict(nnx.to_flat_state(nnx.state(module))), {}
     if any(path[-1] == "scale" for path in params):
         raise CheckpointError("a quantised model cannot be saved; save the one it was made from")
+    tiled = weight_order.in_columns(module)
     for rule in layout.rules:
-        array = np.asarray(jax.device_get(params[rule.path].get_value()))
+        values = params[rule.path].get_value()
+        values = column_tiles.restore(values) if rule.path in tiled else values
+        array = np.asarray(jax.device_get(values))
         parts = rule.transform.split(array, [like[name] for name in rule.names])
         out |= dict(zip(rule.names, parts, strict=True))
     return {name: out[name] for name in like}

@@ -23,7 +23,7 @@ def digest(target: Path) -> str | None:
     Raises:
       CheckpointError: the folder has no usable config.json, or broken weights.
     """
-    config, checkpoint = read_config(target), Checkpoint(target)
+    config, checkpoint = read_config(target), _opened(target)
     if _NORM not in checkpoint.tensors:
         return None
     norm = checkpoint.read(_NORM)
@@ -31,13 +31,21 @@ def digest(target: Path) -> str | None:
     return hashlib.sha256(sizes.encode() + norm.astype(np.float32).tobytes()).hexdigest()
 
 
-def shipped_heads(target: Path) -> dict[Method, Path]:
+def _opened(target: Path):
+    if any(target.glob("*.safetensors")) or not target.is_dir():
+        return Checkpoint(target)
+    from peagle_jax.checkpoint.converted import open_checkpoint  # imports jax
+
+    return open_checkpoint(target)
+
+
+def shipped_heads(target: str | Path) -> dict[Method, Path]:
     """Folders of the heads for a target, by method; none for most targets.
 
     Raises:
       CheckpointError: as of `digest`.
     """
-    own = digest(target)
+    own = digest(Path(target))
     for folder in sorted(HEADS.glob("*/target.json")):
         if json.loads(folder.read_text())["digest"] == own:
             return {path.name: path for path in sorted(folder.parent.iterdir()) if path.is_dir()}

@@ -50,7 +50,8 @@ def local_models(
         _check_may_have_heads(str(model))
     check_method(model, drafter, method)
     folder = local_folder(model)
-    return folder, head_of(folder, method) if needs_head else local_folder(drafter)
+    head = head_of(folder, method, name=model) if needs_head else local_folder(drafter)
+    return folder, head
 
 
 def check_method(
@@ -64,17 +65,22 @@ def check_method(
         raise ConfigError(f"the embedded model has no {method} head: give --drafter DIR")
 
 
-def head_of(folder: str | Path, method: Method | None) -> Path:
-    """The head that ships for the target in a folder; None for the method takes P-EAGLE.
+def head_of(folder: str | Path, method: Method | None, *, name: str | Path | None = None) -> Path:
+    """The head that ships for the target in a folder; None for the method takes P-EAGLE before
+    others.
 
+    Args:
+      name: of the target in an error; None: the folder.
     Raises:
       ConfigError: there is none.
     """
     from peagle_jax.checkpoint.shipped import shipped_heads  # numpy, which --help does not need
 
-    found = shipped_heads(Path(folder)).get(method or "peagle")
+    heads = shipped_heads(folder)
+    others = None if method else next(iter(heads.values()), None)
+    found = heads.get(method or "peagle", others)
     if found is None:
-        raise no_head(folder)
+        raise no_head(name or folder)
     return found
 
 

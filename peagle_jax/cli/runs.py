@@ -18,7 +18,7 @@ from pallas_kernels import dispatch
 from peagle_jax.checkpoint import Quantization, load_head
 from peagle_jax.checkpoint.shipped import shipped_heads
 from peagle_jax.cli.loading import load_weights
-from peagle_jax.cli.model_folders import EMBEDDED_HEADS, embedded
+from peagle_jax.cli.model_folders import EMBEDDED_HEADS, embedded, local_folder
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.devices import Devices
 from peagle_jax.engine.device import compilation, stored_programs
@@ -284,7 +284,9 @@ def load_methods(
     )
     if not drafters:
         embedded_heads = map(embedded, EMBEDDED_HEADS)
-        drafters = list(embedded_heads if model is None else shipped_heads(Path(model)).values())
+        drafters = list(
+            embedded_heads if model is None else shipped_heads(local_folder(model)).values()
+        )
     heads: dict[str, DraftHead] = {}
     for folder in drafters:
         head = load_head(folder, target.config, dtype=dtype, taps=taps, devices=devices)

@@ -84,6 +84,15 @@ def tile_columns(*models: nnx.Module | None) -> None:
             values.delete()
 
 
+def in_columns(model: nnx.Module) -> set[tuple[str | int, ...]]:
+    """Paths of the weights that are in `column_tiles`."""
+    return {
+        (*path, "weight")
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, Linear | Embed) and module.weight.ndim == 3
+    }
+
+
 def _multiplied(model: nnx.Module) -> Iterator[nnx.Module]:
     """The modules whose weights [N, K] are read by `linear`, and by `Embed`, only."""
     is_tied = isinstance(model, Decoder) and model.lm_head is None

@@ -83,7 +83,7 @@ def _plan_of(args, config: TargetConfig, held: int, *, rows: int, heldout: int, 
             length=args.length,
         )
     else:
-        head = replace(init.config, trained_length=args.length)
+        head = replace(init, trained_length=args.length)
     return recipe.Plan(target=config, head=head, shape=shape, target_bytes=held)
 
 
@@ -113,6 +113,8 @@ def _answer_options(args, concurrency: int):
 
 def _head(args) -> None:
     from peagle_jax.checkpoint import load_head, save_speculators_head, target_config
+    from peagle_jax.checkpoint.checked import checked_head
+    from peagle_jax.checkpoint.converted import open_checkpoint
     from peagle_jax.cli.loading import load_weights
     from peagle_jax.training import answers, drafter, states
     from peagle_jax.training.stored_text import load_text
@@ -122,7 +124,8 @@ def _head(args) -> None:
     _check_devices(args.num_devices)
     init = None
     if args.init is not None:
-        init = drafter.further_head(load_head(args.init, config, dtype="float32"), args.method)
+        shape = checked_head(args.init, open_checkpoint(args.init), config)[0]
+        init = drafter.further_config(shape, args.method)
     written = _answer_options(args, concurrency)
     if args.dry_run:
         texts = answers.expected(args.target, written)
@@ -143,7 +146,7 @@ def _head(args) -> None:
         taps = plan.head.taps or config.default_taps
         states.write_states(target, taps, folder, most_gb=args.states_gb)
         target = states.without_layers(target, plan.head.num_layers)
-    made = _train_head(args, plan, target, texts, dtype, init)
+    made = _train_head(args, plan, target, texts, dtype)
     if args.selector and args.method == "peagle":
         made = _train_selector(args, plan, target, made, dtype)
     final = args.out / "final"
@@ -154,14 +157,16 @@ def _head(args) -> None:
     print(f"head in {final}: peagle-generate --model {args.target} --drafter {final} --chat ...")
 
 
-def _train_head(args, plan, target, texts, dtype: str, init) -> Path:
-    """Trains a new head, or `init` further; returns its folder."""
+def _train_head(args, plan, target, texts, dtype: str) -> Path:
+    """Trains a new head, or one further; returns its folder."""
+    from peagle_jax.checkpoint import load_head
     from peagle_jax.training import drafter, recipe
     from peagle_jax.training.mask_token import mask_token
 
-    config = plan.head
-    if init is not None:
-        init.config = config
+    config, init = plan.head, None
+    if args.init is not None:
+        init = load_head(args.init, target.config, dtype="float32")
+        init.config, init.selector = config, None
     elif args.method != "eagle3":
         mask = mask_token(args.mask_token_id, args.target, target.config, texts)
         config = replace(config, mask_token_id=mask)
@@ -170,10 +175,13 @@ def _train_head(args, plan, target, texts, dtype: str, init) -> Path:
     with_selector = args.selector and args.method == "peagle"
     length = recipe.Length(steps=plan.shape.steps, minutes=args.minutes)
     length = length.share(1 - recipe.SELECTOR_SHARE if with_selector else 1.0)
-    run = _watched(args, recipe.head_run(plan, args.out / "head", length, args.seed))
+    run = recipe.head_run(plan, args.out / "head", length, args.seed)
+    run = recipe.watched(run, plan, args.patience, tuple(args.log_to))
     options = recipe.head_options(plan, args.out / "text", dtype)
     task, merge = drafter.make_task(config, target, options, run, init)
     configs = dict(head=asdict(config), run=asdict(run), options=asdict(options))
+    if init is not None:
+        configs["init"] = str(args.init.resolve())
     return _trained(task, merge, run, configs, target)
 
 
@@ -185,17 +193,14 @@ def _train_selector(args, plan, target, folder: Path, dtype: str) -> Path:
     head = load_head(folder, target.config, dtype=dtype)
     length = recipe.Length(steps=plan.shape.steps, minutes=args.minutes)
     length = length.share(recipe.SELECTOR_SHARE)
-    run = _watched(args, recipe.selector_run(plan, args.out / "selector", length, args.seed))
+    run = recipe.selector_run(plan, args.out / "selector", length, args.seed)
+    run = recipe.watched(run, plan, args.patience, tuple(args.log_to))
     options = recipe.head_options(plan, args.out / "text", dtype)
     kind = args.selector_kind
     rank = recipe.selector_rank(target.config.hidden_size, kind)
     task, merge = selector.make_task(head, target, options, run, rank, kind)
     configs = dict(head=asdict(head.config), run=asdict(run), options=asdict(options))
     return _trained(task, merge, run, configs, target)
-
-
-def _watched(args, run):
-    return replace(run, patience=args.patience, log_to=tuple(args.log_to))
 
 
 def _trained(task, merge, run, configs: dict, target) -> Path:

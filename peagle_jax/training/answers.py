@@ -22,6 +22,7 @@ from peagle_jax.cli import runs
 from peagle_jax.cli.loading import load_weights
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.engine import Engine
+from peagle_jax.models.weight_order import tile_columns
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text.tokenizer import Tokenizer
 from peagle_jax.training import chats
@@ -71,6 +72,7 @@ def engine_of(folder: Path, *, dtype: str, concurrency: int, length: int) -> Eng
         dtype=dtype,
         programs_folder=runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME")),
     )
+    tile_columns(target)
     engine = Engine(target, None, runs.with_prefill_sizes(config), tokenizer=tokenizer)
     runs.compile_in_sight(engine)
     return engine

@@ -38,8 +38,11 @@ class Budget:
         self.minutes, self.decay, self.clock = minutes, decay, clock
         self.started = clock()
         self.measured = -COMPILING_STEPS  # steps since `mark`
+        self.steps = steps
         if self.path.exists():
-            self.total = json.loads(self.path.read_text())["total_steps"]
+            stored = json.loads(self.path.read_text())
+            if stored.get("steps") == steps:  # else another length is asked for now
+                self.total = stored["total_steps"]
 
     def measure(self, step: int, wait: Callable[[], object]) -> None:
         """Call after every step. `wait` returns when the steps so far have run."""
@@ -69,4 +72,5 @@ class Budget:
 
     def _fix(self, total: int) -> None:
         self.total = total
-        write_whole(self.path, json.dumps(dict(total_steps=total)) + "\n")
+        asked = {} if self.steps is None else dict(steps=self.steps)
+        write_whole(self.path, json.dumps(dict(total_steps=total) | asked) + "\n")

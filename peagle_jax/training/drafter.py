@@ -137,20 +137,18 @@ def init_head(
     return head
 
 
-def further_head(init: DraftHead, method: str) -> DraftHead:
-    """A trained head [float32] as a start, without its selector, which is trained afterwards.
+def further_config(config: DrafterConfig, method: str) -> DrafterConfig:
+    """That of a head that is trained further, without its selector, which is trained afterwards.
 
     Raises:
-      ConfigError: it drafts by another method.
+      ConfigError: it drafts by another method, or has a selector that nothing here trains.
     """
-    if init.config.method != method:
-        raise ConfigError(f"--init has a head of another method: add --method {init.config.method}")
-    depths = init.config.trained_num_draft or (8 if method == "peagle" else 7)
-    init.config = replace(
-        init.config, selector_rank=0, selector_kind="pairs", trained_num_draft=depths
-    )
-    init.selector = None
-    return init
+    if config.method != method:
+        raise ConfigError(f"--init has a head of another method: add --method {config.method}")
+    if config.selector_rank and method != "peagle":
+        raise ConfigError("--init has a selector, and only those of P-EAGLE heads can be trained")
+    depths = config.trained_num_draft or (8 if method == "peagle" else 7)
+    return replace(config, selector_rank=0, selector_kind="pairs", trained_num_draft=depths)
 
 
 def _leaves(layer: nnx.Module) -> dict:

@@ -1,5 +1,6 @@
 """Curves in TensorBoard and Weights & Biases, beside the files of `curves`."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -48,7 +49,9 @@ def _wandb(out: Path, step: int) -> Iterator[Logger]:
     import wandb
 
     name = f"{out.resolve().parent.name}-{out.name}"
-    with wandb.init(project="peagle-jax", name=name, dir=str(out)) as run:
+    same = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16]  # as of a run that goes on
+    options = dict(project="peagle-jax", name=name, id=same, resume="allow", dir=str(out))
+    with wandb.init(**options) as run:
 
         def log(part: str, row: dict[str, float]) -> None:
             values = {f"{part}/{name}": value for name, value in row.items() if name != "step"}

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -155,6 +155,17 @@ def selector_rank(hidden_size: int, kind: str) -> int:
 
 def selector_run(plan: "Plan", out: Path, length: Length, seed: int) -> RunConfig:
     return _run(plan, out, length, seed, optimizer="adamw", rate=1.5e-3, weight_decay=0.01)
+
+
+def watched(run: RunConfig, plan: "Plan", patience: int | None, log_to: tuple[str, ...]):
+    """The run with `patience` and loggers; with patience there are enough evaluations before the
+    last cool-down to lose it."""
+    every = run.eval_every
+    if patience is not None:
+        steps = run.steps or plan.shape.steps
+        every = min(every, max(1, int(steps * (1 - run.decay) / (patience + 2))))
+    sizes = dict(eval_every=every, save_every=min(run.save_every, every))
+    return replace(run, patience=patience, log_to=log_to, **sizes)
 
 
 def _run(plan, out, length, seed, *, optimizer: str, rate: float, weight_decay: float) -> RunConfig:

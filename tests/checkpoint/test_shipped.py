@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from convert.__main__ import main as convert
 from peagle_jax.checkpoint import save_head, save_target, shipped
 from peagle_jax.cli import model_folders
 from peagle_jax.cli.loading import load_weights
@@ -54,3 +55,13 @@ def test_a_hub_id_without_a_head_is_refused_before_its_download(target):
     assert shipped.has_shipped_heads(NAME)
     with pytest.raises(ConfigError, match="drafting needs a head for some/other"):
         model_folders.local_models("some/other", None, None)
+
+
+def test_a_converted_folder_finds_them_and_another_head_stands_in(target, tmp_path):
+    converted = tmp_path / "converted"
+    assert convert(["convert", str(target), str(converted)]) == 0
+    assert shipped.shipped_heads(converted).keys() == {"peagle"}
+    (shipped.HEADS / "tiny" / "peagle").rename(shipped.HEADS / "tiny" / "eagle3")
+    assert model_folders.head_of(target, None).name == "eagle3"
+    with pytest.raises(ConfigError, match="needs a head for my-model"):
+        model_folders.head_of(target, "peagle", name="my-model")

@@ -1,11 +1,14 @@
 """Runs of a number of minutes."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from peagle_jax.training import recipe
 from peagle_jax.training.budget import Budget
 from peagle_jax.training.trainer import schedule
+from tests import tiny
 
 
 def run(folder, *, minutes, decay, seconds_of, start=0):
@@ -40,3 +43,20 @@ def test_a_continued_run_keeps_the_number_of_steps(tmp_path):
     steps, *_ = run(tmp_path, minutes=1, decay=0.5, seconds_of=lambda step: 0.1)
     again, *_ = run(tmp_path, minutes=9, decay=0.5, seconds_of=lambda step: 0.1, start=steps - 7)
     assert again == steps
+
+
+def test_a_run_of_another_number_of_steps_is_as_long_as_asked(tmp_path):
+    assert Budget(tmp_path, 100, None, 0.4).cool_down(30)
+    assert [Budget(tmp_path, steps, None, 0.4).total for steps in (100, 400)] == [50, 400]
+
+
+@pytest.mark.parametrize("steps", [8, 97, 1200, 40_000])
+@pytest.mark.parametrize("patience", [1, 3])
+def test_a_flat_run_cools_down_before_it_would_anyway(tmp_path, steps, patience):
+    """With the recipe's evaluations: the first is as good as those that follow."""
+    plan = SimpleNamespace(target=tiny.TARGET, shape=SimpleNamespace(microbatches=1, num_devices=1))
+    length = recipe.Length(steps=steps, minutes=None)
+    run = recipe.watched(recipe.head_run(plan, tmp_path, length, 0), plan, patience, ())
+    budget = Budget(tmp_path, steps, None, run.decay)
+    assert budget.cool_down((1 + patience) * run.eval_every)
+    assert run.save_every <= run.eval_every

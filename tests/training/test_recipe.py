@@ -75,13 +75,13 @@ def test_the_losses_fall(trained, method):
 def test_a_head_that_is_trained_further_starts_where_it_ended(trained, method, tmp_path):
     out, target = trained(method), tiny.target()
     head = load_head(out / "final", target.config, dtype="float32")
-    head = drafter.further_head(head, method)
+    head.config = drafter.further_config(head.config, method)
     options = head_options(texts=out / "text", batch=8, num_depths=3, eval_sequences=16)
     task, _ = drafter.make_task(head.config, target, options, run_config(tmp_path, 1), head)
     before = rows(out, "eval")[-1]["loss"]
     assert task.evaluate(task.params)["loss"] == pytest.approx(before, rel=0.02)
     with pytest.raises(ConfigError, match=f"add --method {method}"):
-        drafter.further_head(head, "another")
+        drafter.further_config(head.config, "another")
 
 
 @pytest.mark.slow
