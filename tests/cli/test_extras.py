@@ -60,7 +60,7 @@ def test_a_command_says_which_extra_it_needs(module, extra, arguments):
         ("serving", []),
         ("peagle_jax", ["x"]),
         ("peagle_jax.training", ["plan", "--target", "."]),
-        ("bench", ["report"]),
+        ("bench", ["acceptance"]),
         ("convert", ["plan", "."]),
     ],
 )
