@@ -86,7 +86,7 @@ def test_only_a_tile_is_ever_unpacked(form):
     ("arguments", "says"),
     [
         (dict(x=rows(2, 32), weight=rows(4, 33)), "inner widths"),
-        (dict(x=rows(2, 32), weight=rows(4, 32)[None]), "two axes"),
+        (dict(x=rows(2, 32), weight=rows(4, 32)[None, None]), "two axes"),
         (dict(x=rows(2, 32), weight=rows(4, 32), bias=jnp.zeros(5)), "bias"),
         (dict(x=rows(2, 32), weight=rows(4, 32), scale=jnp.ones((1, 1))), "with a scale"),
         (dict(x=rows(2, 32), weight=jnp.zeros((4, 16), jnp.uint8)), "without a scale"),
