@@ -85,8 +85,7 @@ def checked(weights: Weights, like: nnx.Module, devices: Devices) -> dict[str, A
     for name, value in tuple(found.items()):
         scale = _scale_of(name)
         if scale in own and scale not in found:
-            # With one block a row XLA may multiply by reciprocals, which rounds differently.
-            if isinstance(value, jax.Array) and value.shape[-1] > formats.BLOCK:
+            if isinstance(value, jax.Array):
                 found[scale] = fp8_scale(value)
             else:
                 found[name], found[scale] = quantize_fp8(np.asarray(value))

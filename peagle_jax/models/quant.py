@@ -75,34 +75,70 @@ def _to_fp8(x: np.ndarray) -> np.ndarray:
     return _fp8_table()[upper].view(FP8)
 
 
-def fp8_scale(weight: jax.Array) -> jax.Array:
-    """The scale of `quantize_fp8`, where the weight lies; for `fp8_values`."""
-    largest = _largest(weight)
-    return _divided(largest, jnp.full_like(largest, FP8_MAX))
-
-
 @jax.jit
-def _largest(weight: jax.Array) -> jax.Array:
-    """[..., N, K] -> the largest magnitudes of its blocks, float32."""
+def fp8_scale(weight: jax.Array) -> jax.Array:
+    """The scale of `quantize_fp8`, where the weight [..., N, K] lies."""
     *leading, N, K = weight.shape
     ends = (*[(0, 0)] * len(leading), (0, -N % BLOCK), (0, -K % BLOCK))
-    blocks = jnp.pad(weight, ends).reshape(*leading, -(-N // BLOCK), BLOCK, -(-K // BLOCK), BLOCK)
-    return jnp.abs(blocks).max(axis=(-3, -1)).astype(jnp.float32)
-
-
-# XLA makes a factor of a divisor that is one number, which rounds differently.
-@jax.jit
-def _divided(largest: jax.Array, by: jax.Array) -> jax.Array:
-    return jnp.where(largest == 0, 1.0, jnp.maximum(largest / by, _SMALLEST))
+    blocks = jnp.pad(_magnitude(weight), ends)
+    blocks = blocks.reshape(*leading, -(-N // BLOCK), BLOCK, -(-K // BLOCK), BLOCK)
+    largest = blocks.max(axis=(-3, -1))
+    by = np.float32(FP8_MAX).view(np.int32)
+    significand, exponent = _quotient(largest, jnp.full_like(largest, by))
+    scale = ((exponent - 1) << 23) + significand  # a significand of 2^24 adds one to the exponent
+    scale = jnp.where(exponent < 1, _SMALLEST.view(np.int32), scale)
+    scale = jnp.where(largest == 0, np.float32(1).view(np.int32), scale)
+    return jax.lax.bitcast_convert_type(scale, jnp.float32)
 
 
 @jax.jit
 def fp8_values(weight: jax.Array, scale: jax.Array) -> jax.Array:
-    """The values of `quantize_fp8`, where the weight [..., N, K] lies; K is more than `BLOCK`.
+    """The values of `quantize_fp8`, where the weight [..., N, K] lies.
 
     Args:
-      scale: of `fp8_scale`. The two are programs of their own: in one, XLA may divide by other
-        means.
+      scale: of `fp8_scale`.
     """
-    scaled = weight.astype(jnp.float32) / spread(scale, *weight.shape[-2:])
-    return jnp.clip(scaled, -FP8_MAX, FP8_MAX).astype(FP8)
+    by = spread(jax.lax.bitcast_convert_type(scale, jnp.int32), *weight.shape[-2:])
+    significand, exponent = _quotient(_magnitude(weight), by)
+    # A step is an eighth of the power of two, and 2^-9 below 2^-6: to the nearest, ties to even.
+    dropped = jnp.clip(141 - exponent, 20, 31)
+    half = (1 << (dropped - 1)) - 1 + ((significand >> dropped) & 1)
+    code = ((significand + half) >> dropped) + 8 * (jnp.maximum(exponent, 121) - 121)
+    code |= jnp.signbit(weight).astype(jnp.int32) << 7
+    return jax.lax.bitcast_convert_type(code.astype(jnp.uint8), FP8)
+
+
+def _magnitude(weight: jax.Array) -> jax.Array:
+    """|weight| as the bits of float32, int32: floats may lose subnormal numbers in comparisons."""
+    return jax.lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.int32) & 0x7FFF_FFFF
+
+
+def _quotient(over: jax.Array, by: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """over / by, rounded to the nearest float32: significand * 2^(exponent - 150).
+
+    XLA's own quotient is off by up to two units in the last place on GPUs (PTX's `div.full.f32`),
+    and loses subnormal numbers on CPUs. Here it is an estimate, which may be off by three units:
+    integers correct it. The remainder is below 2^31, so it is exact though its terms overflow. No
+    quotient of two floats lies halfway between two others.
+
+    Args:
+      over, by: bits of floats, int32; `by` is normal.
+
+    Returns:
+      (the significand in [2^23, 2^24], or 0, int32; the exponent, int32). Below an exponent of 1,
+      where float32 has fewer bits, the number is not rounded to them.
+    """
+    fraction, above = over & 0x7F_FFFF, over >> 23
+    fraction = jnp.where(above > 0, fraction | 1 << 23, fraction)
+    places = jax.lax.clz(fraction) - 8  # of a subnormal number
+    divisor = (by & 0x7F_FFFF) | 1 << 23
+    dividend = fraction << places
+    is_less = (dividend < divisor).astype(jnp.int32)
+    dividend <<= is_less
+    exponent = jnp.maximum(above, 1) - places - (by >> 23) - is_less + 127
+    estimate = jnp.divide(dividend.astype(jnp.float32), divisor.astype(jnp.float32))
+    significand = (estimate * 2.0**23).astype(jnp.int32)
+    rest = 2 * ((dividend << 23) - significand * divisor)
+    for odd in range(-7, 8, 2):
+        significand += (rest > odd * divisor).astype(jnp.int32)
+    return significand - 4, exponent
