@@ -74,6 +74,11 @@ def checked(weights: Weights, like: nnx.Module, devices: Devices) -> dict[str, A
         not finite, and for each setting in which a module's config differs.
     """
     found, own = by_name(weights), by_name(like)
+    if "" in found:  # it is a leaf itself
+        kind = type(weights).__name__
+        raise ConfigError(
+            f"a {kind} is no model: give a module, a pytree, a folder or named arrays"
+        )
     found = {name: _of_host(value) for name, value in found.items()}
     is_module = isinstance(weights, nnx.Module)
     is_placed = is_module and devices.mesh is not None and _is_on(found, devices)
@@ -249,6 +254,9 @@ def _differences(
             continue
         if not hasattr(found[name], "dtype"):
             lines[name] = f"a {type(found[name]).__name__}, not an array"
+            continue
+        if getattr(found[name], "is_deleted", bool)():
+            lines[name] = "deleted, as by donation"
             continue
         scale, given = _scale_of(name), _Spec.of(found[name])
         is_unquantised = scale in own and scale not in found and given.dtype in FLOATS

@@ -34,6 +34,7 @@ PACKED = np.dtype(np.uint8)
 
 _MOST_MISSING = 100_000
 """A config.json with absurd sizes would name billions of tensors."""
+_MOST_NAMED = 10
 _UNUSED = (
     (".rotary_emb.inv_freq", "rope follows from the config"),
     (".input_scale", "activations are not quantised"),
@@ -80,15 +81,19 @@ class Layout:
         Raises:
           CheckpointError: something is missing or left over.
         """
+        if problems := self.problems(what):
+            raise CheckpointError("; ".join(problems) + self.hint)
+
+    def problems(self, what: str) -> list[str]:
+        """What is missing, and what is left over."""
+        found = []
         if self.missing:
             more = f" (and {len(self.missing) - 1} more)" if len(self.missing) > 1 else ""
-            raise CheckpointError(f"tensor {self.missing[0]!r} is missing{more}{self.hint}")
+            found.append(f"tensor {self.missing[0]!r} is missing{more}")
         if self.leftovers:
-            raise CheckpointError(
-                f"tensors without a place in {what}: {self.leftovers[:5]}"
-                + (f" and {len(self.leftovers) - 5} more" if len(self.leftovers) > 5 else "")
-                + self.hint
-            )
+            more = f" and {len(self.leftovers) - 5} more" if len(self.leftovers) > 5 else ""
+            found.append(f"tensors without a place in {what}: {self.leftovers[:5]}{more}")
+        return found
 
 
 @dataclass
@@ -104,6 +109,7 @@ class Table:
     rules: list[Rule] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)  # sentences
     invented: dict[str, TensorInfo] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
@@ -116,7 +122,7 @@ class Table:
         infos = [self._take(*pair) for pair in zip(names, shapes, strict=True)]
         for info in infos:
             if info is not None and info.dtype not in FLOATS:
-                raise CheckpointError(
+                self.misfits.append(
                     f"{info.name} is {info.dtype}; only the matrices of attention, MLP and experts "
                     "may be quantised, this one must be bfloat16, float16 or float32"
                 )
@@ -187,7 +193,12 @@ class Table:
             self.rules.append(Rule(path, tuple(info.name for info in infos), transform))
 
     def layout(self, drop: Callable[[str], str | None] = lambda name: None) -> Layout:
-        """The collected layout. `drop(name)` returns why a tensor may stay unused, or None."""
+        """The collected layout. `drop(name)` returns why a tensor may stay unused, or None.
+
+        Raises:
+          CheckpointError: names the first tensors of another shape or dtype, and what is missing
+            and left over.
+        """
         dropped, leftovers = {}, []
         for name in self.tensors:
             if name in self.used:
@@ -197,12 +208,18 @@ class Table:
                 leftovers.append(name)
             else:
                 dropped[name] = reason
-        return Layout(self.rules, dropped, leftovers, self.missing)
+        made = Layout(self.rules, dropped, leftovers, self.missing)
+        if self.misfits:
+            more = len(self.misfits) - _MOST_NAMED
+            first = [*self.misfits[:_MOST_NAMED], *[f"{more:,} more do not fit"] * (more > 0)]
+            raise CheckpointError("; ".join([*first, *made.problems("the model")]))
+        return made
 
     def _take(
         self, name: str, shape: Shape | None, invent: np.dtype | None = None
     ) -> TensorInfo | None:
-        """Looks up a tensor and checks its shape. Returns None and records it if it is missing."""
+        """Looks up a tensor and checks its shape. Returns None and records it if it is missing or
+        misshapen."""
         name = self.rename(name)
         if self.invent is not None:
             info = TensorInfo(name, invent or self.invent, shape, 0, 0)
@@ -217,9 +234,10 @@ class Table:
                     "others): config.json describes another model"
                 )
             return None
-        if shape is not None and info.shape != shape:
-            raise CheckpointError(f"{name} has shape {info.shape}, the config says {shape}")
         self.used.add(name)
+        if shape is not None and info.shape != shape:
+            self.misfits.append(f"{name} has shape {info.shape}, the config says {shape}")
+            return None
         return info
 
     def _weight(self, path: Path, infos: Sequence[TensorInfo | None], join: Transform) -> bool:
@@ -234,7 +252,7 @@ class Table:
             )
         for info in present:
             if info.dtype != FP8 and info.dtype not in FLOATS:
-                raise CheckpointError(
+                self.misfits.append(
                     f"{info.name} is {info.dtype}; a weight can be bfloat16, float16, float32 or "
                     "FP8 (float8_e4m3fn)"
                 )

@@ -185,10 +185,27 @@ class Headers(ABC):
 
 
 class NamedArrays(Headers):
-    """Tensors in memory, of jax or numpy, with the names that a checkpoint gives them."""
+    """Tensors in memory, of jax or numpy, with the names that a checkpoint gives them.
+
+    Raises:
+      CheckpointError: an item is no pair of a name and an array, a name comes twice, or an array is
+        deleted.
+    """
 
     def __init__(self, arrays: Iterable[tuple[str, Any]]):
-        self._arrays = dict(arrays)
+        self._arrays = {}
+        for pair in arrays:
+            match pair:
+                case (str(name), array) if hasattr(array, "nbytes"):
+                    pass
+                case _:
+                    kind = type(pair).__name__
+                    raise CheckpointError(f"weights are pairs of a name and an array: {kind} found")
+            if name in self._arrays:
+                raise CheckpointError(f"tensor {name!r} comes twice")
+            if getattr(array, "is_deleted", bool)():
+                raise CheckpointError(f"tensor {name!r} is deleted, as by donation")
+            self._arrays[name] = array
         self.tensors = {
             name: TensorInfo(name, np.dtype(array.dtype), tuple(array.shape), 0, array.nbytes)
             for name, array in self._arrays.items()

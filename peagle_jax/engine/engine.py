@@ -565,6 +565,8 @@ class Engine:
             )
         if head is not None and not self._drafts_by_head:
             raise ConfigError.of("head", "the engine drafts without a head: leave it out")
+        if version is not None and not (isinstance(version, str) and version):
+            raise ConfigError.of("version", f"{version!r} is no text: a name, or None")
         self._check_between_steps()
         models = replacement(
             self.programs,

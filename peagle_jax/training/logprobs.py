@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
+from peagle_jax.errors import ConfigError
 from peagle_jax.method.prompt_scores import score_prompt
 from peagle_jax.models import Decoder
 from peagle_jax.models.layers import AttentionRows
 from peagle_jax.training.passes import served_pass
+
+_DIFFERENTIABLE = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def logprobs(
@@ -36,14 +39,29 @@ def logprobs(
     Returns:
       [B, T] float32: place t has that of `tokens[:, t]` after those before it; 0 outside of the
       answers.
+
+    Raises:
+      ConfigError: an array has another shape or no whole numbers; in the backward pass, weights are
+        quantised.
     """
-    T = tokens.shape[1]
+    tokens, prompt_lengths = jnp.asarray(tokens), jnp.asarray(prompt_lengths)
+    _check("tokens", tokens, tokens.ndim == 2 and tokens.size > 0, "[B, T]")
+    B, T = tokens.shape
+    _check("prompt_lengths", prompt_lengths, prompt_lengths.shape == (B,), f"[{B}]")
     place = jnp.arange(T)
     is_answer = (place > 0) & (place >= prompt_lengths[:, None])
     if lengths is not None:
+        lengths = jnp.asarray(lengths)
+        _check("lengths", lengths, lengths.shape == (B,), f"[{B}]")
         is_answer &= place < lengths[:, None]
     scores = _scores(target, tokens.astype(jnp.int32))
     return jnp.where(is_answer, jnp.pad(scores[:, :-1], ((0, 0), (1, 0))), 0.0)
+
+
+def _check(name: str, array: jax.Array, fits: bool, shape: str) -> None:
+    if not fits or not jnp.issubdtype(array.dtype, jnp.integer):
+        rule = f"{array.dtype} {list(array.shape)} must be whole numbers {shape}"
+        raise ConfigError.of(name, rule)
 
 
 @jax.jit
@@ -70,6 +88,8 @@ def _differentiable(target: Decoder, tokens: jax.Array) -> jax.Array:
 
 
 def _backward(saved, g):
+    if any(leaf.dtype not in _DIFFERENTIABLE for leaf in jax.tree.leaves(saved[0])):
+        raise ConfigError("quantised weights have no gradients: give those they were made from")
     target, tokens = jax.lax.optimization_barrier(saved)
     with dispatch.references():
         return jax.vjp(lambda target: _differentiable(target, tokens), target)[1](g)[0], None

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
 from peagle_jax.engine.engine import Engine
 from peagle_jax.errors import ConfigError
+from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
+
+_LEFT_OUT = ("beam_size", "return_logits", "echo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +35,25 @@ class EngineSampler:
     Args:
       engine: with a tokenizer.
       pad_id: token of padding.
+
+    Raises:
+      ConfigError: the engine has no tokenizer.
     """
 
     def __init__(self, engine: Engine, *, pad_id: int = 0):
+        if engine.tokenizer is None:
+            raise ConfigError("the engine has no tokenizer: give it one")
         self.engine, self.pad_id = engine, pad_id
+
+    @property
+    def transformer(self) -> Decoder:
+        """The engine's target."""
+        return self.engine.programs.models[0]
+
+    @property
+    def transformer_state(self) -> nnx.State:
+        """Its parameters."""
+        return nnx.state(self.transformer)
 
     def __call__(
         self,
@@ -47,19 +66,24 @@ class EngineSampler:
         top_k: int | None = None,
         seed: int | None = None,
         multi_sampling: int = 1,
-        echo: bool = False,
         pad_output: bool = False,
+        **others: object,
     ) -> SamplerOutput:
         """Generates `multi_sampling` answers of each text; answer i of the call has seed + i.
 
         Args:
           max_prompt_length: the width to which prompts are padded; None: that of the longest.
+          others: beams, logits and echo, which callers of tunix may turn off.
+
         Raises:
-          ConfigError: a prompt is longer, or an echo is asked for.
+          ConfigError: a prompt is longer, there is none, or beams, logits or an echo are asked for.
         """
-        if echo:
-            raise ConfigError.of("echo", "is not offered; leave it out")
+        for name, value in others.items():
+            if value or name not in _LEFT_OUT:
+                raise ConfigError.of(name, "is not offered; leave it out")
         texts = [input_strings] if isinstance(input_strings, str) else input_strings
+        if not texts or multi_sampling < 1:
+            raise ConfigError("no answer is asked for: give prompts, and multi_sampling from 1 on")
         prompts = [self.tokenize(text) for text in texts for _ in range(multi_sampling)]
         width = max(map(len, prompts)) if max_prompt_length is None else max_prompt_length
         if max(map(len, prompts)) > width:

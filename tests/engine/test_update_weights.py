@@ -2,6 +2,7 @@
 does not fit changes nothing.
 """
 
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -335,6 +336,50 @@ def test_all_that_differs_is_named_and_the_engine_stays_as_it_was(engine):
         engine.update_weights(tiny.target(NEW, norm_eps=1e-5, **tiny.ONE_LAYER))
     with pytest.raises(ConfigError, match="running: 'wait' is none of"):
         engine.update_weights(small_target(NEW), running="wait")
+
+
+def test_all_arrays_with_names_that_do_not_fit_are_named(engine, folders):
+    arrays, layer = dict(named(folders[NEW])), "model.layers.0"
+    arrays[f"{layer}.self_attn.q_proj.weight"] = jnp.zeros((3, 4))
+    arrays["model.norm.weight"] = np.zeros(5, np.float32)
+    down = f"{layer}.mlp.down_proj.weight"
+    arrays[down] = jnp.zeros(arrays[down].shape, int)
+    arrays["model.surprise"] = arrays.pop("lm_head.weight")
+    with pytest.raises(ConfigError) as refusal:
+        engine.update_weights(arrays.items())
+    said = re.findall(r"(\S+) (?:has|is) (\S+)|: (\[.*)", str(refusal.value))
+    assert [[part for part in parts if part] for parts in said] == [
+        [f"{layer}.self_attn.q_proj.weight", "shape"],
+        [down, "int32;"],
+        ["model.norm.weight", "shape"],
+        ["'lm_head.weight'", "missing;"],
+        ["['model.surprise']"],
+    ]
+    assert texts(engine) == natural(OLD)
+
+
+def deleted(array: jax.Array) -> jax.Array:
+    array.delete()
+    return array
+
+
+@pytest.mark.parametrize(
+    ("weights", "rule"),
+    [
+        (lambda: 5, "a int is no model"),
+        (lambda: [jnp.zeros(3)], "pairs of a name and an array"),
+        (lambda: [("model.norm.weight", 3)], "pairs of a name and an array"),
+        (lambda: [("a", jnp.zeros(3))] * 2, "'a' comes twice"),
+        (lambda: [("a", deleted(jnp.zeros(3)))], "'a' is deleted"),
+        (lambda: {"norm": {"weight": deleted(jnp.zeros(32))}}, "norm.weight: deleted"),
+    ],
+)
+def test_what_is_no_model_is_refused(engine, weights, rule):
+    with pytest.raises(ConfigError, match=rule):
+        engine.update_weights(weights())
+    with pytest.raises(ConfigError, match="version: 5 is no text"):
+        engine.update_weights(small_target(NEW), version=5)
+    assert engine.version == "0"
 
 
 COMPILED: list[str] = []

@@ -1,11 +1,14 @@
 """`peagle_jax.logprobs`: the engine's log-probabilities, and their gradients."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax import Engine, EngineConfig, SamplingParams, logprobs
+from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams, logprobs
+from peagle_jax.checkpoint import load_target
 from tests import tiny
 from tests.programs import one_bucket
 
@@ -56,3 +59,26 @@ def test_gradients_are_those_of_finite_differences(family):
     # On one side a token may change its experts.
     sides = [(float(loss(moved(step))) - float(value)) / step for step in (1e-4, -1e-4)]
     assert min(abs(side - slope) for side in sides) < 0.02 * abs(slope)
+
+
+@pytest.mark.parametrize(
+    ("changed", "rule"),
+    [
+        (dict(tokens=np.ones(5, int)), r"tokens: int32 \[5\]"),
+        (dict(tokens=np.ones((0, 5), int)), "tokens"),
+        (dict(tokens=np.ones((2, 5))), "tokens: float32"),
+        (dict(prompt_lengths=[1]), r"prompt_lengths: int32 \[1\] must be whole numbers \[2\]"),
+        (dict(lengths=[2, 3, 4]), "lengths"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(changed, rule):
+    arrays = dict(tokens=np.ones((2, 5), int), prompt_lengths=[1, 1], lengths=[2, 3]) | changed
+    with pytest.raises(ConfigError, match=rule):
+        logprobs(tiny.target(**tiny.ONE_LAYER), **arrays)
+
+
+def test_quantised_weights_have_no_gradients():
+    target = load_target(Path(__file__).parents[1] / "golden" / "qwen3_moe-fp8", dtype="float32")
+    loss = lambda target: logprobs(target, np.ones((1, 4), int), [1]).sum()
+    with pytest.raises(ConfigError, match="quantised weights have no gradients"):
+        jax.grad(loss)(target)

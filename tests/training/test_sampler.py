@@ -9,7 +9,7 @@ import pytest
 
 from peagle_jax import ConfigError, Engine, EngineConfig
 from peagle_jax.cli.loading import load_weights
-from peagle_jax.training.sampler import EngineSampler, SamplerOutput
+from peagle_jax.training.sampler import _LEFT_OUT, EngineSampler, SamplerOutput
 from tests.programs import one_bucket
 
 
@@ -27,13 +27,20 @@ def test_answers_come_in_the_form_of_tunix_and_follow_new_weights():
     assert out.tokens.shape == (4, 6)
     assert [len(row) for row in out.logprobs] == [6] * 4
     assert len(set(map(bytes, out.tokens))) > 2
-    again = sampler(["x = [", "def f("], 6, **asked)
+    again = sampler(["x = [", "def f("], 6, return_logits=False, **asked)
     np.testing.assert_array_equal(np.stack(again.tokens), out.tokens)
     sampler.update_params(jax.tree.map(lambda x: 0.9 * x, target))
     moved = sampler(["x = [", "def f("], 6, **asked)
     assert moved.logprobs != again.logprobs
-    with pytest.raises(ConfigError, match="echo"):
-        sampler("x", 1, echo=True)
+    assert sampler.transformer_state["norm"]["weight"][...].tolist() == (
+        (0.9 * target.norm.weight[...]).tolist()
+    )
+    refused = dict(echo=True, return_logits=True, beam_size=2, multi_sampling=0)
+    for name, value in refused.items():
+        with pytest.raises(ConfigError, match=name):
+            sampler("x", 1, **{name: value})
+    with pytest.raises(ConfigError, match="give prompts"):
+        sampler([], 1)
 
 
 def test_the_interface_is_that_of_the_released_package():
@@ -41,4 +48,5 @@ def test_the_interface_is_that_of_the_released_package():
     fields = lambda kind: [field.name for field in dataclasses.fields(kind)]
     assert fields(SamplerOutput) == fields(base.SamplerOutput)
     names = lambda kind: set(inspect.signature(kind.__call__).parameters)
-    assert names(base.BaseSampler) - names(EngineSampler) == {"beam_size", "return_logits"}
+    assert names(base.BaseSampler) - names(EngineSampler) == set(_LEFT_OUT)
+    assert all(hasattr(EngineSampler, name) for name in base.BaseSampler.__abstractmethods__)
