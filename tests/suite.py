@@ -71,15 +71,6 @@ def few_random_shapes():
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def eager_moves():
-    """Operations outside of `jax.jit` that only move numbers compile nothing, see `tests.eager`."""
-    from tests import eager
-
-    with eager.moved_by_numpy():
-        yield
-
-
 MOST_MAPS = 16_000
 """Most memory maps of a process with which its compiled programs stay for the next file of tests:
 2.7 GB. Programs that are dropped are traced and loaded again, which took a third of the time of
