@@ -94,8 +94,8 @@ def test_the_engine_loads_what_children_compiled_although_one_died(folder, monke
 @pytest.mark.parametrize(
     ("accept", "reason"),
     [
-        (dies, "ended with signal SIGKILL, twice"),
         (is_refused, "NotImplementedError: this rule has no kernel"),
+        (dies, "ended with signal SIGKILL, twice"),
     ],
 )
 def test_a_program_that_cannot_be_compiled_is_named(folder, accept, reason):
@@ -189,6 +189,7 @@ else:
 """Starts a child that writes an error to a terminal which stops writers in the background."""
 
 
+@pytest.mark.slow
 def test_a_child_may_write_to_a_terminal_that_stops_writers_in_the_background():
     ours, terminal = pty.openpty()
     with open(ours, "rb", buffering=0) as screen, open(terminal, "wb", buffering=0) as stderr:

@@ -13,7 +13,6 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.host.calls import DecodeCall, RoundShape
 from peagle_jax.engine.host.request import RequestState
 from peagle_jax.method import step
-from peagle_jax.method.plan import mask_words
 from tests import tiny
 from tests.programs import one_bucket
 from tests.test_losslessness import OracleDrafter
@@ -112,36 +111,6 @@ def test_preempted_requests_and_neighbours_keep_their_texts(drafting, texts):
     assert scheduler.num_preemptions > 5
     for i, (name, request) in enumerate(zip(names, requests, strict=True)):
         assert request.output == texts[name][i % 4]
-
-
-def test_a_mask_is_what_allowed_tokens_are(drafting, texts, monkeypatch):
-    """Masks of every row of every call, as a grammar of one set of tokens would send them."""
-    engine = drafting("allowed")
-    words = np.zeros(mask_words(V), np.uint32)
-    for token in ALLOWED:
-        words[token // 32] |= np.uint32(1) << (token % 32)
-    healthy = engine.scheduler.schedule
-
-    def constrained(call, T: int):
-        rows = len(call.plan.slots)
-        mask = np.broadcast_to(words.view(np.int32), (rows, T, len(words)))
-        return replace(
-            call, plan=call.plan._replace(constrained=np.ones(rows, np.int32)), mask=mask
-        )
-
-    def schedule():
-        calls = healthy()
-        decode = None if calls.decode is None else constrained(calls.decode, J + 1)
-        return replace(
-            calls, prefills=tuple(constrained(c, 1) for c in calls.prefills), decode=decode
-        )
-
-    monkeypatch.setattr(engine.scheduler, "schedule", schedule)
-    done = engine.generate(PROMPTS, params(None))
-    assert [one.tokens for one in done] == texts["allowed"]
-    monkeypatch.undo()
-    done = engine.generate(PROMPTS, params(None))  # the mask still lies there, and holds for no row
-    assert [one.tokens for one in done] == texts[None]
 
 
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])

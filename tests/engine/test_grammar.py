@@ -226,6 +226,9 @@ def test_the_prompt_says_what_comes_before_an_answer(thinking, plain, prompt, re
         (lambda: Structured.grammar("nothing"), "grammar"),
         (lambda: Structured.grammar('root ::= "a'), "not a grammar"),
         (lambda: Structured.grammar('start: "a" b'), "b"),
+        (lambda: Structured.grammar("root ::= x"), "'x' not found"),
+        (lambda: Structured.grammar("\n"), "root"),
+        (lambda: Structured.grammar('root ::= "a"\nroot ::= "b"'), "rule 'root' is defined twice"),
     ],
 )
 def test_what_is_no_constraint_is_refused_in_one_line(plain, make, reason):
@@ -296,21 +299,6 @@ def test_a_grammar_may_name_a_special_token(plain):
     matcher.consume(plain.encode("a", special=False))
     (token,) = np.flatnonzero(allowed_by(matcher, [], size_of(plain))[0])
     assert plain.spell([int(token)]) == "<|pad|>"
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("root ::= x", "'x' not found"),
-        ("", "root"),
-        (" ", "root"),
-        ("\n", "root"),
-        ('root ::= "a"\nroot ::= "b"', "rule 'root' is defined twice"),
-    ],
-)
-def test_a_mistake_in_a_grammar_is_named(plain, text, reason):
-    with pytest.raises(ConfigError, match=reason):
-        grammars(plain).compile(Structured("grammar", text))
 
 
 def test_half_a_surrogate_pair_around_an_answer_is_refused(plain):

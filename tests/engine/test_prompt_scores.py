@@ -121,14 +121,6 @@ def test_blocks_do_not_change_scores(shape):
     np.testing.assert_allclose(scores.top_logprobs, -np.sort(-want, axis=-1)[..., :4], atol=1e-5)
 
 
-def test_prompts_are_scored_without_alternatives():
-    scores = score_prompt(
-        lambda rows: rows[:, :7], jnp.ones((2, 5, 8)), jnp.zeros((2, 5), jnp.int32), num_top=0
-    )
-    assert scores.logprobs.shape == scores.ranks.shape == (2, 5)
-    assert scores.top_ids.shape == scores.top_logprobs.shape == (2, 5, 0)
-
-
 def test_a_backward_pass_keeps_no_logits():
     matrix, hidden = jnp.ones((8, 999)), jnp.ones((2, BLOCK, 8))
     following = jnp.zeros((2, BLOCK), jnp.int32)

@@ -5,7 +5,6 @@ import pytest
 
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
 from peagle_jax.cli.loading import load
-from peagle_jax.engine.host.rules import check_request
 
 J = 3
 X = 95  # token "x" of the embedded model
@@ -98,13 +97,6 @@ def test_what_can_run_is_validated_without_a_trace(engine):
     assert after.id == before.id + 1
     for request in (before, after):
         engine.abort(request)
-
-
-def test_twenty_logprobs_are_allowed_by_default():
-    limits = dict(vocab_size=100, has_tokenizer=False)
-    check_request([5], SamplingParams(logprobs=20), EngineConfig(), **limits)
-    with pytest.raises(ConfigError, match="21 is more than the 20"):
-        check_request([5], SamplingParams(logprobs=21), EngineConfig(), **limits)
 
 
 @pytest.mark.parametrize(
