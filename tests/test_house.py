@@ -113,9 +113,7 @@ def imports(name: str) -> set[str]:
 
 
 def module_of(name: str) -> str:
-    """peagle_jax/engine/host/pages.py -> peagle_jax.engine.host.pages; a package's __init__ is the
-    package.
-    """
+    """peagle_jax/engine/host/pages.py -> peagle_jax.engine.host.pages, without __init__."""
     return ".".join(Path(name).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -246,8 +244,7 @@ def test_classes_of_kernels_have_names_of_their_own():
 
 
 def test_test_files_have_names_of_their_own():
-    """pytest imports the files of a folder that is no package by their names alone, and stops at a
-    name that it has met before."""
+    """pytest imports files of a folder that is no package by their names alone."""
     alone = [
         path.name
         for path in (ROOT / "tests").rglob("test_*.py")

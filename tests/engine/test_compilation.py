@@ -1,6 +1,4 @@
-"""Programs that child processes compile onto disk: what the engine loads, and children
-that fail.
-"""
+"""Programs that child processes compile onto disk: what is loaded, and children that fail."""
 
 import contextlib
 import os

@@ -1,6 +1,4 @@
-"""Constrained and free requests in any mix, against `FakeDevice`, which obeys the masks of its
-calls.
-"""
+"""Constrained and free requests in any mix, against `FakeDevice`, which obeys the masks."""
 
 import functools
 import random

@@ -1,6 +1,4 @@
-"""Sampling controls in the engine: with drafts the text is the one without, whatever
-else happens.
-"""
+"""Sampling controls in the engine: the text with drafts is the one without."""
 
 from dataclasses import replace
 
@@ -136,9 +134,7 @@ def test_forced_drafts_replace_the_drafters_and_are_certain(draft_sampling):
 
 
 def test_the_largest_numbers_that_are_accepted_run(plain):
-    """Beyond the engine's length nothing ends a text, so `min_tokens` may be any number up to
-    `max_tokens`.
-    """
+    """Nothing ends a text beyond the engine's length, so `min_tokens` may be any number."""
     largest = SamplingParams(
         max_tokens=2**70,
         min_tokens=2**70,

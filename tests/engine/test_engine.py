@@ -1,6 +1,4 @@
-"""The engine through its public face: endings, aborts, refusals, logprobs, seeds, overlap, no
-recompiling.
-"""
+"""The engine's public face: endings, aborts, refusals, logprobs, seeds, overlap."""
 
 import jax
 import jax.monitoring

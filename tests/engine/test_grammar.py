@@ -1,6 +1,4 @@
-"""Grammars and their masks, without a model: drafts in any state, markers of reasoning, hostile
-grammars.
-"""
+"""Grammars and their masks, without a model: drafts, markers of reasoning, hostile grammars."""
 
 import json
 import random
@@ -75,8 +73,7 @@ def bits_of(masks: np.ndarray) -> np.ndarray:
 
 
 def one_by_one(matcher_of, drafts: list[int], size: int) -> list[np.ndarray | None]:
-    """The row before each draft and after the last, each from a matcher that has consumed the
-    drafts before it. None behind a forbidden draft."""
+    """The rows of a window by fresh matchers; None behind a forbidden draft."""
     rows = []
     for number in range(len(drafts) + 1):
         matcher = matcher_of()
@@ -278,9 +275,7 @@ SPELLED = "a<|endoftext|>b<|pad|>"
     ids=lambda one: one.kind,
 )
 def test_the_spelling_of_a_special_token_is_text(plain, structured):
-    """Where the grammar forces these characters, the tokens of the text do, and no
-    special token.
-    """
+    """Where the grammar forces these characters, tokens of text do, and no special token."""
     made = grammars(plain)
     matcher, tokens = made.compile(structured), []
     while True:

@@ -190,9 +190,7 @@ def test_a_configuration_is_resolved_without_a_device(monkeypatch):
 
 
 def test_memory_of_dead_cycles_is_free():
-    """Nothing collects garbage while a server starts; weights that a module has replaced stay in
-    its cycle.
-    """
+    """Nothing collects garbage while a server starts; replaced weights stay in a cycle."""
 
     class Module:
         def __init__(self):

@@ -75,14 +75,6 @@ def test_prompts_are_scored_as_the_model_scores_them(engine, reference):
     assert [one.prompt_logprobs is None for one in done] == [False, True] * 2 + [False]
 
 
-def test_controls_and_temperature_do_not_change_the_scores(engine, reference):
-    params = SamplingParams(
-        max_tokens=1, prompt_logprobs=3, temperature=2.0, repetition_penalty=2.0, top_k=1
-    )
-    (done,) = engine.generate(PROMPTS[-1:], params)
-    check(PROMPTS[-1], done.prompt_logprobs, reference[-1], 3)
-
-
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
 def test_a_preempted_request_has_all_scores(engine, reference, steps):
     params = SamplingParams(max_tokens=9, prompt_logprobs=3)

@@ -1,6 +1,4 @@
-"""Pages ahead of a text: its plan stays the same for many rounds, and a short pool
-gives them back.
-"""
+"""Pages ahead of a text: one plan for many rounds, and a short pool gets them back."""
 
 import pytest
 

@@ -233,9 +233,7 @@ print(json.dumps([len(hits), *found]))
 
 @pytest.mark.slow
 def test_what_jax_keeps_itself_has_the_same_rules(tmp_path):
-    """Entries that were exchanged, or that others can write, compile anew; so does all in a folder
-    of others.
-    """
+    """Entries that were exchanged, or that others can write, compile anew."""
 
     def run(folder) -> tuple[int, str]:
         made = subprocess.run(

@@ -1,6 +1,4 @@
-"""Structured output through the engine: every text satisfies its constraint, under random models,
-drafts and load.
-"""
+"""Structured output through the engine: every text satisfies its constraint under any load."""
 
 import json
 import random
