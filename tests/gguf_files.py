@@ -163,9 +163,7 @@ def gpt_oss_split(source: Tensors) -> Tensors:
 
 
 def mxfp4_blocks(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Blocks of 17 bytes [E, R, 17 C / 32], one number after the other as ggml's struct defines
-    them.
-    """
+    """Blocks of 17 bytes [E, R, 17 C / 32], as ggml's struct defines them."""
     numbers = np.zeros((*scales.shape, 32), np.uint8)
     for i in range(32):
         numbers[..., i] = values[..., i // 2] >> (4 * (i % 2)) & 15

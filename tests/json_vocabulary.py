@@ -13,9 +13,7 @@ _CONFIG = '{"chat_template": "{% for m in messages %}{{ m.content }}\\n{% endfor
 
 
 def json_tokenizer(folder: Path) -> Tokenizer:
-    """Byte-level BPE: printable ASCII, pairs of punctuation and letters, an end, markers of
-    reasoning.
-    """
+    """Byte-level BPE: ASCII, pairs of punctuation and letters, an end, marks of reasoning."""
     letters = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ"]
     pairs = [(a, b) for a in '{[",' for b in '"abn1[{'] + [("a", "b")]
     tokens = [*letters, *(a + b for a, b in pairs)]

@@ -5,9 +5,7 @@ from scipy import stats
 
 
 def check_law(observed, expected) -> None:
-    """Chi-square test at level 1e-3 of counts and their expectations; rare outcomes are pooled, as
-    the approximation needs.
-    """
+    """Chi-square test at level 1e-3; rare outcomes are pooled, as the approximation needs."""
     observed, expected = np.ravel(observed), np.ravel(expected)
     common = expected >= 5
     f_obs = np.append(observed[common], observed[~common].sum())

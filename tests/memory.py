@@ -1,6 +1,4 @@
-"""Folders without a disk behind them: conversion calls fsync, which takes half of its tests' time
-on a disk.
-"""
+"""Folders without a disk behind them: conversion calls fsync, which is slow on a disk."""
 
 import contextlib
 import shutil

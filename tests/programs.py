@@ -25,9 +25,7 @@ _compiled: OrderedDict[tuple, dict] = OrderedDict()
 
 
 def one_bucket(engine: Engine) -> Engine:
-    """The engine, with programs for prefill and for its largest batch; smaller batches
-    are padded.
-    """
+    """The engine, with programs for prefill and its largest batch; smaller ones are padded."""
     engine.warm_up(sizes=[engine.config.batch_buckets[-1]])
     return engine
 
@@ -40,9 +38,7 @@ def small_engine(config: EngineConfig, **options) -> Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class OneBucketConfig(EngineConfig):
-    """One batch bucket, so that a server or a warm-up of all sizes compiles one program
-    of rounds.
-    """
+    """One batch bucket: a server or a warm-up compiles one program of rounds."""
 
     @property
     def batch_buckets(self) -> tuple[int, ...]:
@@ -50,9 +46,7 @@ class OneBucketConfig(EngineConfig):
 
 
 def _programs_of(target, drafter, config, taps, accept) -> dict:
-    """The programs of engines with these shapes and static values, which the first of them
-    compiles.
-    """
+    """Programs of engines with these shapes and static values, compiled by the first."""
     leaves, structure = jax.tree.flatten((target, drafter))
     shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
     # What only the host reads does not distinguish programs.
@@ -72,9 +66,7 @@ def _programs_of(target, drafter, config, taps, accept) -> dict:
 
 
 def _verify_unadjusted(logits, drafts, draft_probs, positions, params, adjustments=None):
-    """The engine's rule for requests that change no logits. It compiles in two thirds
-    of the time.
-    """
+    """The rule for requests that change no logits, compiled in two thirds of the time."""
     return verify(logits, drafts, draft_probs, positions, params)
 
 

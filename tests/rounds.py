@@ -88,8 +88,7 @@ class Rig:
     def prefill(
         self, state: step.State, start, end, *, final: bool = True, rows=None, num_draft=None
     ):
-        """Sends text[start:end] of every sequence (of `rows`); ends the prompts if `final`, with
-        `num_draft` (J) drafts."""
+        """Sends text[start:end] of every sequence (of `rows`); ends the prompts if `final`."""
         B, T = self.num_rows, self.config.prefill_chunk
         start, end = (np.broadcast_to(np.asarray(x, np.int32), B) for x in (start, end))
         taking_part, slots, page_table = self._only(rows)

@@ -50,8 +50,7 @@ def compilation_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def few_threads():
-    """The workers keep the cores busy: more threads that trace at once take a tenth more time, as
-    they wait for Python's lock."""
+    """The workers keep the cores busy: more threads that trace take a tenth more time."""
     from peagle_jax.engine.device import programs
 
     with pytest.MonkeyPatch.context() as patch:
@@ -68,15 +67,6 @@ def few_random_shapes():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.random, "normal", random_shapes.normal)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def eager_moves():
-    """Operations outside of `jax.jit` that only move numbers compile nothing, see `tests.eager`."""
-    from tests import eager
-
-    with eager.moved_by_numpy():
         yield
 
 
@@ -131,9 +121,7 @@ def programs_forgotten():
 
 @pytest.fixture(scope="module")
 def shared_programs():
-    """Engines of a file that are equal but for weights share their programs, see
-    `tests.programs.shared`.
-    """
+    """Engines of a file that are equal but for weights share their programs."""
     from tests import programs
 
     with programs.shared():
@@ -319,9 +307,7 @@ def covering(items: list, others: list, number: int) -> list:
 
 
 def pytest_collection_finish():
-    """What imports and collection have made lives as long as the process: no search for garbage
-    visits it.
-    """
+    """What imports and collection made lives on: no search for garbage visits it."""
     gc.collect()
     gc.freeze()
 

@@ -1,5 +1,4 @@
-"""K chosen at run time by an engine on the device: texts stay the target's own while K changes
-between any two rounds, and nothing compiles."""
+"""K chosen at run time: texts stay the target's while K changes, and nothing compiles."""
 
 import itertools
 import random
@@ -134,9 +133,7 @@ def test_output_is_unchanged_by_any_choice_of_k(family, method, three_k, num_cas
 
 
 def check_texts(requests: list[Request], family: str) -> None:
-    """Fails unless each request of a walk has the text of plain decoding, up to its end
-    or abort.
-    """
+    """Each request of a walk has the text of plain decoding, up to its end or abort."""
     for request in requests:
         text = naive(family)[request.id[0]]
         if request.finish_reason != "abort":
@@ -149,9 +146,7 @@ def check_texts(requests: list[Request], family: str) -> None:
 def check_walks(
     engine: Engine, family: str, step: Callable[[Engine, random.Random], int], count: int
 ) -> None:
-    """Runs `count` walks over K = 0, 2 and 4; fails unless all texts are those of plain
-    decoding.
-    """
+    """`count` walks over K = 0, 2 and 4: all texts are those of plain decoding."""
     num_programs, pairs = engine.programs.num_compiled, set()
     assert num_programs == engine.num_programs
     for seed in range(count):
@@ -166,9 +161,7 @@ def check_walks(
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("own", [1, 3])
 def test_every_call_makes_the_drafts_that_the_engine_counts(own):
-    """A drafter made for another K: each draft that the target verifies is a fresh one,
-    and right.
-    """
+    """A drafter made for another K: each draft that is verified is a fresh one, and right."""
     config = OneBucketConfig(num_draft=2, max_num_seqs=2, max_model_len=LENGTH)
     engine = Engine(target("llama"), None, config, drafter=oracle("llama", own))
     params = [SamplingParams(max_tokens=1 + 3 * 3), SamplingParams(max_tokens=1 + 3 * 2)]

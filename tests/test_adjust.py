@@ -1,6 +1,4 @@
-"""Adjusted logits against their definition in NumPy, and the distribution of the tokens that
-`verify` emits.
-"""
+"""Adjusted logits against their definition in NumPy, and the law of what `verify` emits."""
 
 from functools import partial
 
@@ -258,9 +256,7 @@ def test_emitted_tokens_have_the_law_of_the_adjusted_target(kind, mode, num_case
 
 
 def test_counts_stop_at_their_bound_however_many_tokens_a_round_has():
-    """Four tokens in one round, and in four: the penalties of plain decoding and of rounds with
-    drafts are equal.
-    """
+    """Four tokens in one round, and in four: the penalties are equal."""
     full = init_controls(1, V)
     full = full._replace(counts=full.counts.at[0, 3].set(_MOST - 2))
     slots, adjusts = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.method.sampling import accept_uniforms, block_uniforms, request_keys
 from peagle_jax.method.verify import block_law, verify, verify_blocks
 from tests.test_verify import J, V, params
@@ -39,9 +38,7 @@ def random_tree(rng, size: int, depth: int) -> list[np.ndarray]:
 
 
 def block_outcome(p_tree, q_tree, size: int, num_draft: int, most: int):
-    """(law of the next most + 1 tokens, expected number of accepted drafts) of block
-    verification.
-    """
+    """(law of the next most + 1 tokens, expected number of accepted drafts) by blocks."""
     drafts = drafts_of_all(size, most)
     p, q = laws_along(p_tree, drafts, most + 1), laws_along(q_tree, drafts, most)
     block = block_law(
@@ -95,9 +92,7 @@ def token_accepted(p_tree, q_tree, size: int, num_draft: int) -> float:
 
 @pytest.mark.parametrize("num_draft", [0, 1, 2, 3])
 def test_block_verification_has_exactly_the_targets_joint_law(num_draft, num_cases):
-    """Every path of drafts of random drafters, whose law may depend on the drafts before (3
-    tokens).
-    """
+    """Every path of random drafters, whose law may depend on the drafts before."""
     size, most = 3, 3
     rng = np.random.default_rng(num_draft)
     gains = []
@@ -137,19 +132,12 @@ def test_blocks_and_tokens_agree_for_greedy_rows_and_for_argmax_drafts():
 
 
 def test_each_round_has_uniforms_of_its_own():
-    """How a block ends depends on the uniforms of later positions too, which a later round tests
-    again.
-    """
+    """A block's end depends on uniforms of later positions, which a later round tests."""
     keys, positions = request_keys(params(1)), jnp.arange(8)[None]
     rounds = [block_uniforms(keys, positions, jnp.array([newest])) for newest in (3, 4, 3)]
     assert (rounds[0] != rounds[1]).all()
     assert (rounds[0] == rounds[2]).all()
     assert (rounds[0] != accept_uniforms(keys, positions)).all()
-
-
-def test_blocks_of_argmax_drafts_are_refused():
-    with pytest.raises(ConfigError, match="needs sampled drafts"):
-        EngineConfig(verify_method="block")
 
 
 def test_a_block_without_drafts_is_a_token_of_the_target():
@@ -161,9 +149,7 @@ def test_a_block_without_drafts_is_a_token_of_the_target():
 
 
 def test_drafts_behind_one_without_a_law_count_as_none():
-    """The law of draft 2 is NaN, as where a drafter's logits are not finite: the outcome is that of
-    one draft.
-    """
+    """The law of draft 2 is NaN: the outcome is that of one draft."""
     rng = np.random.default_rng(4)
     p_tree, q_tree = (random_tree(rng, 4, depth) for depth in (3, 2))
     q_tree = [q_tree[0], np.full_like(q_tree[1], np.nan), np.full_like(q_tree[2], np.nan)]

@@ -1,6 +1,4 @@
-"""The embedded model with the default options: both heads are lossless and have a useful acceptance
-length.
-"""
+"""The embedded model by default: both heads are lossless and have a useful acceptance length."""
 
 import functools
 

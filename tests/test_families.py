@@ -1,6 +1,4 @@
-"""Every family in the engine: greedy output equals recomputing everything, across
-window borders.
-"""
+"""Every family: greedy output equals recomputing everything, across window borders."""
 
 import functools
 

@@ -249,9 +249,7 @@ def test_logits_loss_and_gradients_of_a_cod_sample_are_the_golden_ones(name):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", EAGLE)
 def test_logits_loss_and_gradient_of_the_training_time_test_are_the_golden_ones(name):
-    """speculators counts row p of step s when slot p + s does; the trainer wants slot p
-    to as well.
-    """
+    """speculators counts row p of step s when slot p + s does; the trainer also wants p."""
     want, K, run, tutor = expected(name), num_draft(name), target_run(), target()
     S = run.tokens.shape[1]
     mask = np.r_[expected("sequence")["loss_mask"], np.zeros(K, int)]

@@ -1,6 +1,4 @@
-"""Rows in float16: norms store them for products with fp8 tiles, and no other array of a model has
-this dtype.
-"""
+"""Rows in float16: norms store them for products with fp8 tiles, and nothing else does."""
 
 from collections import defaultdict
 

@@ -74,7 +74,6 @@ MAY_USE_INTERNALS = {
     "pallas_kernels/mlir_compat.py": "MLIR operations and Mosaic's arrays, for the kernels",
     "peagle_jax/engine/device/stored_programs.py": "the place of jax's own compilation cache",
     "peagle_jax/training/flash.py": "cuDNN attention that returns its log-sum-exp",
-    "tests/eager.py": "the operation that makes a jax array of one of numpy's",
     "tests/kernels/conftest.py": "the races that Mosaic's interpreter found",
 }
 """A new version of jax may rename names that are not public. Then only these files change."""
@@ -114,9 +113,7 @@ def imports(name: str) -> set[str]:
 
 
 def module_of(name: str) -> str:
-    """peagle_jax/engine/host/pages.py -> peagle_jax.engine.host.pages; a package's __init__ is the
-    package.
-    """
+    """peagle_jax/engine/host/pages.py -> peagle_jax.engine.host.pages, without __init__."""
     return ".".join(Path(name).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -247,8 +244,7 @@ def test_classes_of_kernels_have_names_of_their_own():
 
 
 def test_test_files_have_names_of_their_own():
-    """pytest imports the files of a folder that is no package by their names alone, and stops at a
-    name that it has met before."""
+    """pytest imports files of a folder that is no package by their names alone."""
     alone = [
         path.name
         for path in (ROOT / "tests").rglob("test_*.py")

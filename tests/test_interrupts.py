@@ -1,6 +1,4 @@
-"""The suite may run where SIGINT is ignored, as in background jobs of scripts: children still take
-it.
-"""
+"""The suite may run where SIGINT is ignored, as in jobs of scripts: children still take it."""
 
 import subprocess
 import sys

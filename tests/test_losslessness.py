@@ -166,9 +166,7 @@ def test_output_is_unchanged_by_preemption(target, naive, method):
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("method", ["selector", "lattice", "peagle", "none", "eagle3", "dflash2"])
 def test_a_preempted_request_goes_on_as_if_it_had_stayed(target, method):
-    """Sampled tokens and counts too: both programs draw the same tokens and make the same next
-    drafts.
-    """
+    """Sampled tokens too: both programs draw the same tokens and make the same next drafts."""
     head, num_draft = (None, 0) if method == "none" else (tiny.head(method), 3)
     params = [SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=i) for i in range(8)]
     results = []

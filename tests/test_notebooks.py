@@ -1,6 +1,4 @@
-"""The notebooks run from top to bottom on models of the repository, and are stored
-without output.
-"""
+"""The notebooks run from top to bottom on models of the repository, and have no output."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""A cached prefix changes the time only: tokens, drafts and acceptance are those of a
-cold engine.
-"""
+"""A cached prefix changes the time only: tokens and drafts are those of a cold engine."""
 
 from typing import NamedTuple
 
@@ -47,9 +45,7 @@ def ask(engine: Engine, prompt: list[int], salt=(), **sampling) -> tuple[Answer,
 
 
 def compare(engine: Engine, prompt: list[int], cuts, tails, sampling) -> tuple[list, list[Answer]]:
-    """Asks for each cut of a text with each tail, cold and after the text. Returns
-    (cut, cached)s.
-    """
+    """Asks for each cut of a text with each tail, cold and warm. Returns (cut, cached)s."""
     found, answers = [], []
     for cut in cuts:
         for tail in tails:
@@ -92,9 +88,7 @@ def test_answers_after_a_hit_are_those_of_a_cold_engine(engine, sampling):
 @pytest.mark.parametrize("method", ["none", "peagle", "eagle3", "windowed head", "dflash"])
 @pytest.mark.parametrize("family", [name for name in tiny.FAMILIES if name != "llama"])
 def test_every_family_answers_alike_cold_and_warm(family, method):
-    """With windows a text is found from where the ring of its slot, or a saved one, holds the
-    window.
-    """
+    """With windows a text is found from where a ring, its own or a saved one, holds it."""
     windows = {"windowed head": dict(sliding_windows=(6, None))}.get(method, {})
     head = tiny.head("peagle" if windows else method, **windows) if method != "none" else None
     target = tiny.target(**tiny.FAMILIES[family])
@@ -173,27 +167,6 @@ def test_requests_with_other_salts_share_nothing_and_a_flush_takes_one_salt(engi
     assert [num_cached("a", None), num_cached("b", None), num_cached("a", "x")] == [whole] * 3
     assert engine.flush_prefix_cache(("a",)) == 2 * (TEXT - 1) // Z
     assert [num_cached("a", None), num_cached("b", None), num_cached("a", "x")] == [0, whole, 0]
-
-
-@pytest.mark.sampled(1, slow=0)
-def test_pages_of_calls_that_were_not_dispatched_are_not_found(engine, monkeypatch):
-    prompt = prompt_of(tiny.TARGET.vocab_size)
-    params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
-    engine.flush_prefix_cache()
-    wanted = ask(engine, prompt)[0].tokens
-    engine.flush_prefix_cache()
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.programs, "prefill", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate([prompt], params)
-    (done,) = engine.generate([prompt], params)
-    assert (done.tokens, done.cached) == (wanted, 0)
-    (again,) = engine.generate([prompt], params)
-    assert (again.tokens, again.cached) == (wanted, (PROMPT - 1) // Z * Z)
 
 
 @pytest.mark.slow

@@ -1,6 +1,4 @@
-"""The step between rounds: caches, drafts and counters after any history equal those of a fresh
-run.
-"""
+"""The step between rounds: caches, drafts and counters are those of a fresh run."""
 
 from dataclasses import replace
 

@@ -189,8 +189,7 @@ def test_texts_and_drafts_in_columns_are_those_in_rows(tied):
 
 
 def test_a_row_in_columns_has_the_bits_that_it_has_alone():
-    """A sum's order must not depend on the number of rows: a round verifies several, plain decoding
-    computes one."""
+    """A round verifies several rows, plain decoding computes one."""
     keys = jax.random.split(jax.random.key(0))
     for N, K in ((960, 576), (128, 1536), (8192, 250), (1152, 896)):
         x, weight = jax.random.normal(keys[0], (9, K)), jax.random.normal(keys[1], (N, K))

@@ -230,17 +230,13 @@ class GivenHeads(NamedTuple):
 
 
 def attend_to(attend, q, k, v, *, window: int | None) -> jax.Array:
-    """Output [B, T, N, H] of a `layers.Attend` without a cache, at the default scale, without
-    sinks.
-    """
+    """Output [B, T, N, H] of a `layers.Attend` without cache, scale or sinks."""
     scale = q.shape[-1] ** -0.5
     return attend(GivenHeads(q, k, v), None, window=window, scale=scale, sinks=None)[0]
 
 
 def attention_of_heads(q, k, v, *, window: int | None, scale=None, sinks=None):
-    """Attention output [B, T, N, H] of q [B, T, N, H] over k and v [B, T, K, H], by the
-    definition.
-    """
+    """Attention output [B, T, N, H] over k and v [B, T, K, H], by the definition."""
     T, H = q.shape[1], q.shape[-1]
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (H**-0.5 if scale is None else scale)

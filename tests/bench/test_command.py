@@ -1,6 +1,5 @@
 """The command line of peagle-bench: what --help shows, and options as dataclasses."""
 
-import argparse
 import dataclasses
 import re
 import shlex
@@ -8,7 +7,7 @@ import shlex
 import pytest
 
 from bench.__main__ import PROGRAM, main
-from bench.command import Options, add_options, check_out
+from bench.command import check_out
 from bench.decode_step import Options as DecodeStepOptions
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.options import options_of
@@ -65,15 +64,6 @@ def test_an_option_of_engines_or_requests_is_the_products(owner, name, values, c
     assert f"--{one.flag} {values} {one.help} (default: " in text
 
 
-def test_what_a_type_does_not_say_is_refused():
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Lacking(Options):
-        undescribed: int = 3
-
-    with pytest.raises(KeyError, match="undescribed"):
-        add_options(argparse.ArgumentParser(), Lacking)
-
-
 @pytest.mark.parametrize(
     "command", ["decode-step --preset llama-3.1-8b", "throughput", "acceptance"]
 )
@@ -103,17 +93,6 @@ def test_options_are_typed_and_have_their_defaults():
         preset="llama-3.1-8b", k=(3, 7)
     )
     assert parse("serve-load --goodput ttft:500 tpot:50").limits == {"ttft": 500.0, "tpot": 50.0}
-
-
-def test_options_survive_json_as_lists():
-    options = parse("decode-step --preset llama-3.1-8b --concurrency 1 8")
-    assert DecodeStepOptions.of({"preset": "llama-3.1-8b", "concurrency": [1, 8]}) == options
-
-
-def test_load_is_given_as_concurrency_or_rate(capsys):
-    with pytest.raises(SystemExit):
-        parse("serve-load --concurrency 1 --rate 4")
-    assert "not allowed with" in capsys.readouterr().err
 
 
 def test_rows_that_cannot_be_written_are_refused_before_anything_runs(tmp_path, capsys):

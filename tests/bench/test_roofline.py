@@ -11,55 +11,15 @@ from bench.roofline import (
     drafter_cost,
     experts_read,
     fraction,
-    round_cost,
     target_cost,
 )
-from peagle_jax.config import DrafterConfig
 from peagle_jax.presets import PRESETS
-from peagle_jax.rope_config import RopeConfig
 
 CHIP = CHIPS["NVIDIA H200"]
-TARGET = PRESETS["llama-3.1-8b"]
-
-
-def head(method: str, layers: int) -> DrafterConfig:
-    sizes = dict(vocab_size=128256, draft_vocab_size=32000, hidden_size=4096, head_dim=128)
-    sizes |= dict(target_hidden_size=4096, num_heads=32, num_kv_heads=8, intermediate_size=14336)
-    mask = 1 if method == "peagle" else None
-    rules = dict(method=method, norm_eps=1e-5, rope=RopeConfig(theta=5e5), mask_token_id=mask)
-    return DrafterConfig(num_layers=layers, **sizes, **rules)
 
 
 def load(batch: int, num_draft: int) -> Load:
     return Load(batch=batch, context=1024, num_draft=num_draft, accepted=2.0, dtype="bfloat16")
-
-
-def seconds_of(drafter: DrafterConfig | None, one: Load) -> float:
-    """Floor of a round."""
-    return round_cost(TARGET, drafter, one).seconds(CHIP, one.dtype)
-
-
-@pytest.mark.parametrize(
-    ("batch", "num_draft", "milliseconds"), [(1, 0, 3.52), (32, 0, 4.49), (1, 7, 3.52)]
-)
-def test_a_target_pass_is_bound_by_its_weights(batch, num_draft, milliseconds):
-    """15.0 GB of matrices (all but the embedding) and 134 MB of KV a sequence at 4.3 TB/s."""
-    seconds = seconds_of(None, load(batch, num_draft))
-    assert 1000 * seconds == pytest.approx(milliseconds, rel=0.01)
-
-
-def test_parallel_drafting_is_one_pass_and_eagle_is_one_a_draft():
-    target = seconds_of(None, load(1, 7))
-    extra = lambda method, layers: seconds_of(head(method, layers), load(1, 7)) - target
-    # Weights read: fc 50 M, layer 0 252 M, each further layer 218 M, lm_head 131 M.
-    assert extra("peagle", 4) == pytest.approx(
-        2 * (50 + 252 + 3 * 218 + 131) * 1e6 / 4.3e12, rel=0.02
-    )
-    assert extra("eagle3", 1) == pytest.approx(2 * (50 + 7 * (252 + 131)) * 1e6 / 4.3e12, rel=0.02)
-
-
-def test_an_unknown_device_has_no_floor():
-    assert fraction({"device": "a toaster"}, TARGET, None)["fraction_of_floor"] is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.load_clients import Call, Clients, Outcome, figures, gap_figures, http_body, percentiles
+from bench.load_clients import Call, Clients, Outcome, figures, gap_figures, http_body
 from bench.random_server import in_child, save_tokenizer
 from bench.serve_load import Options, calls
 from bench.timing import drive
@@ -214,20 +214,6 @@ def outcome(code: str = "OK", *, ttft: float = 0.1, per_token: float = 0.01, tok
     counts |= dict(accepted_per_position=[4, 2, 0], drafted_per_position=[5, 5, 4])
     times = dict(sent=100.0, first=first, last=first + per_token * (tokens - 1))
     return Outcome(code=code, tokens=[5] * tokens, acceptance=pb.Acceptance(**counts), **times)
-
-
-def test_latencies_count_tokens_not_messages():
-    one = outcome()
-    assert one.latency("ttft") == pytest.approx(100)
-    assert one.latency("tpot") == pytest.approx(10)
-    assert one.latency("e2e") == pytest.approx(200)
-    assert outcome(tokens=1).latency("tpot") is None
-    assert Outcome(sent=1.0).latency("ttft") is None
-
-
-def test_percentiles_are_those_of_the_values():
-    assert percentiles([]) is None
-    assert percentiles(list(range(101))) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 
 
 def test_figures_are_of_what_ended_well_and_goodput_of_what_was_in_time():

@@ -11,7 +11,6 @@ from bench.__main__ import main
 from bench.sweep import prompt_set
 from bench.timing import drive
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.config import ConfigError
 from peagle_jax.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.programs import one_bucket
@@ -141,11 +140,6 @@ def test_text_is_cut_into_prompts_with_gaps(folders, tmp_path):
 def test_the_shipped_prompt_sets_are_whole():
     for name, size in (("HumanEval", 164), ("MT-Bench", 80)):
         assert len(prompt_set(name, None, prompt_tokens=1, limit=None)[1]) == size
-
-
-def test_an_unknown_prompt_set_is_refused():
-    with pytest.raises(ConfigError, match="known are HumanEval"):
-        prompt_set("GSM", None, prompt_tokens=1, limit=None)
 
 
 @pytest.mark.parametrize("argv", [[], ["throughput", "--methods", "magic"], ["report"]])

@@ -1,6 +1,4 @@
-"""The tables of config.json's keys: transformers' defaults, stray keys, and values that cannot be
-right.
-"""
+"""Keys of config.json: transformers' defaults, stray keys, and values that cannot be right."""
 
 import dataclasses
 import json
@@ -76,9 +74,7 @@ def test_the_tables_have_the_defaults_of_transformers(kind):
 
 @pytest.mark.parametrize("kind", KEYS)
 def test_no_key_of_transformers_is_unknown_here(kind):
-    """A key that a later version adds must be read, refused or named as one that
-    changes nothing.
-    """
+    """A key that a later version adds must be read, refused or named as without effect."""
     unknown = fields_of(kind).keys() - KEYS[kind].keys() - UNSUPPORTED.keys() - IGNORED
     assert not unknown
 
@@ -256,9 +252,7 @@ def test_two_statements_that_agree_are_one(tmp_path):
 
 
 def test_scaling_without_its_original_length_counts_from_the_longest(tmp_path):
-    """transformers takes `original_max_position_embeddings` beside it, else the longest
-    position.
-    """
+    """As in transformers: `original_max_position_embeddings`, else the longest position."""
     yarn = dict(rope_type="yarn", factor=4.0)
     made = lambda length: RopeConfig(
         theta=1e6, scaling=YarnScaling(factor=4.0, original_max_position=length)

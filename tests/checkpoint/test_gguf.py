@@ -1,6 +1,4 @@
-"""GGUF files of the golden checkpoints: the folders made of them hold the same bits and the same
-config.
-"""
+"""GGUF files of the golden checkpoints become folders of the same bits and the same config."""
 
 import struct
 import zipfile

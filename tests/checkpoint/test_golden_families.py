@@ -71,9 +71,7 @@ def test_the_highest_tap_is_what_leaves_the_last_layer():
 
 
 def test_dynamic_rope_is_no_scaling_until_the_text_is_longer_than_the_positions():
-    """With one more token transformers rotates all keys differently, so the engine must stop
-    before.
-    """
+    """With one more token transformers rotates all keys differently: the engine stops before."""
     want, model = expected("mistral"), load("mistral")
     limit = model.config.max_position
     assert model.config.rope.scaling == DynamicScaling(factor=4.0)

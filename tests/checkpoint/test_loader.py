@@ -1,6 +1,4 @@
-"""What a loaded model holds: stored forms kept, weights quantised on request, files
-written back.
-"""
+"""What a loaded model holds: weights quantised on request, files written back."""
 
 import json
 import shutil
@@ -27,30 +25,6 @@ PLAIN = ("llama", "qwen3", "gpt_oss-bf16", "qwen3_moe-bf16", "gemma4")
 
 def leaves(model: nnx.Module) -> dict[tuple, jax.Array]:
     return {path: x.get_value() for path, x in nnx.to_flat_state(nnx.state(model))}
-
-
-@pytest.mark.sampled(4, slow=2)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_quantised_weights_keep_the_bytes_of_the_file(name, dtype):
-    model = load_target(GOLDEN / name, dtype=dtype)
-    checkpoint = Checkpoint(GOLDEN / name)
-    arrays = leaves(model)
-    scaled = {path[:-1] for path in arrays if path[-1] == "scale"}
-    assert scaled
-    for rule in target_layout(model.config, checkpoint.tensors).rules:
-        array, stored = arrays[rule.path], [checkpoint.read(n) for n in rule.names]
-        if rule.path[-1] == "scale":
-            packed = stored[0].dtype == np.uint8
-            assert array.dtype == (jnp.uint8 if packed else jnp.float32)
-        elif rule.path[-1] == "weight" and rule.path[:-1] in scaled:
-            assert formats.kind(array, arrays[(*rule.path[:-1], "scale")]) != "plain"
-            assert array.dtype == stored[0].dtype
-        else:
-            assert array.dtype == dtype
-        parts = rule.transform.split(np.asarray(array), stored)
-        for part, want in zip(parts, stored, strict=True):
-            assert dtype == "bfloat16" or part.tobytes() == want.tobytes()
 
 
 @pytest.mark.sampled(3, slow=1)

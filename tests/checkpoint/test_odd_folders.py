@@ -1,6 +1,4 @@
-"""Folders that other programs write, and hostile ones: they load, or one short line
-says why not.
-"""
+"""Folders of other programs, and hostile ones: they load, or one short line says why not."""
 
 import json
 import logging

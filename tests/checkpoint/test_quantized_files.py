@@ -1,6 +1,4 @@
-"""Quantised files that look alike: what is loaded has the values of the file, all else is refused
-by name.
-"""
+"""Quantised files that look alike: loaded with the file's values, or refused by name."""
 
 import copy
 import json

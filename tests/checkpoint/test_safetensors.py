@@ -134,9 +134,7 @@ def test_broken_files_are_refused_as_the_library_refuses_them(case, tmp_path):
 
 
 def test_files_with_random_damage_are_refused_or_read_and_nothing_else(tmp_path, num_cases):
-    """The same verdict as the library for each mutation of a header, and never another
-    exception.
-    """
+    """The library's verdict for each mutation of a header, and never another exception."""
     rng = random.Random(0)
     path = tmp_path / "model.safetensors"
     tensors = {"a": np.zeros((2, 3), np.float32), "b": np.ones(4, np.int64)}

@@ -69,9 +69,7 @@ def test_arbitrary_bytes(num_cases, tmp_path):
 
 
 def test_arbitrary_headers(num_cases, tmp_path):
-    """JSON that looks like a header, with a wrong length now and then, and bytes missing at the
-    end.
-    """
+    """JSON like a header, at times with a wrong length or bytes missing at the end."""
 
     @settings(FUZZ, max_examples=num_cases("damaged safetensors files", 1500))
     @given(

@@ -1,6 +1,4 @@
-"""Parameters that threads read equal those that are joined one by one, and failures of threads are
-clear.
-"""
+"""Parameters that threads read equal those joined one by one; failures of threads are clear."""
 
 import shutil
 import threading
@@ -67,9 +65,7 @@ def test_every_bit_is_that_of_the_joined_tensors(name, dtype, small_reads):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_memory_that_is_used_again_belongs_to_no_array_that_waits(name, small_reads):
-    """As on an accelerator: arrays are copies, and the host's memory is overwritten by later
-    groups.
-    """
+    """As on an accelerator: arrays are copies, and later groups overwrite the host's memory."""
     checkpoint, found = Checkpoint(GOLDEN / name), {}
     model = load_target(GOLDEN / name, dtype="float32")
     wanted = joined_parameters(name, model.config, "float32")

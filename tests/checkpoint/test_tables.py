@@ -1,6 +1,4 @@
-"""Layouts of the released checkpoints, from their headers alone; and tensors that do not fit
-together.
-"""
+"""Layouts of released checkpoints from their headers; tensors that do not fit together."""
 
 from dataclasses import replace
 from math import prod

@@ -1,6 +1,5 @@
 """config.json <-> TargetConfig: the released files, every form of a key, and what is refused."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -314,9 +313,3 @@ def test_broken_json_is_refused_and_names_its_file(file, text, message, tmp_path
     with pytest.raises(CheckpointError, match=message) as caught:
         target_config(tmp_path)
     assert str(tmp_path) in str(caught.value)
-
-
-def test_a_folder_without_a_config_is_refused(tmp_path):
-    (tmp_path / "generation_config.json").write_text(json.dumps({}))
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
-        target_config(tmp_path)

@@ -56,8 +56,7 @@ def lm_head_of(folder: Path) -> np.ndarray:
 
 
 def test_the_logits_are_those_of_transformers(tmp_path):
-    """PyTorch computed the golden logits with the file's own lm_head; transformers 5.23 computes
-    the same ones with `tie_word_embeddings: true`."""
+    """PyTorch and transformers 5.23, with `tie_word_embeddings`, computed the golden logits."""
     want = load_file(GOLDEN / "expected" / "llama.safetensors")
     folder = copy_of("llama", tmp_path / "src", tied=True)
     for one in both(folder, tmp_path):

@@ -1,6 +1,4 @@
-"""Mistakes in options show before jax is imported, which takes seconds: one process tries all of a
-command.
-"""
+"""Mistakes in options show before jax is imported: one process tries all of a command."""
 
 import json
 import os

@@ -41,24 +41,6 @@ def test_one_prompt_is_echoed_and_continued_and_measured(generate, folders):
     assert re.search(r"P-EAGLE K=3: acceptance length [\d.]+ over \d+ rounds; .*: \d", err)
 
 
-@pytest.mark.parametrize(
-    "method", ["none", "peagle", pytest.param("eagle3", marks=pytest.mark.slow)]
-)
-def test_every_method_writes_the_same_text(generate, folders, method):
-    _, expected, _ = generate(PROMPT, *folders.options("none"), *SHORT)
-    code, out, err = generate(PROMPT, *folders.options(method), *SHORT)
-    assert code == 0
-    assert out == expected
-    assert ("acceptance length" in err) == (method != "none")
-
-
-def test_streamed_text_is_the_completion_text(generate, folders):
-    _, out, _ = generate(PROMPT, *folders.options(), *SHORT)
-    code, text, _ = generate(PROMPT, *folders.options(), *SHORT, "--json")
-    assert code == 0
-    assert out == PROMPT + objects(text)[0]["text"] + "\n"
-
-
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_full_disk_is_one_line_of_error(generate, folders, form, monkeypatch):
     with open("/dev/full", "w") as full:
@@ -97,14 +79,6 @@ def test_json_gives_tokens_counts_and_timings_for_each_prompt_and_a_summary(gene
     rounds, accepted = (first[key] + second[key] for key in ("rounds", "accepted"))
     assert summary["acceptance_length"] == pytest.approx((24 - 2) / rounds)
     assert sum(summary["acceptance_per_position"]) == pytest.approx(accepted / rounds)
-
-
-def test_several_prompts_come_as_blocks(generate, folders):
-    code, out, err = generate(PROMPT, "xs", *folders.options(), *COMPARED)
-    assert code == 0
-    assert set(re.findall(r"^=== (.*)$", out, re.M)) == {"prompt 1", "prompt 2"}
-    assert f"\n{PROMPT}" in out
-    assert "median time to first token" in err
 
 
 def test_text_ends_before_a_stop_string(generate, folders):
@@ -185,12 +159,6 @@ def test_limit_takes_the_first_prompts(generate, folders, tmp_path):
     assert code == 0
     assert [row["prompt"] for row in objects(out)[:2]] == ["a", "b"]
     assert len(objects(out)) == 3
-
-
-def test_a_seed_repeats_a_sampled_text(generate, folders):
-    sampled = [*folders.options(), *SHORT, "--temperature", "1.0", "--top-k", "50"]
-    texts = [generate(PROMPT, *sampled, "--seed", seed)[1] for seed in ("1", "1", "2")]
-    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.slow

@@ -45,15 +45,6 @@ def test_bad_prompts_are_named_and_the_others_run(generate, folders, file_of):
     assert summary["summary"]["prompts"] == 2
 
 
-def test_the_text_of_each_prompt_is_its_own(generate, folders, file_of):
-    path = file_of(LONG, GOOD, ALSO)
-    code, out, err = generate("--prompts", path, *folders.options(), "-K", "3")
-    assert code == 3
-    assert f"=== {path}:2\ndef quicksort(xs):" in out
-    assert f"=== {path}:3\n" in out
-    assert len(left_out(err)) == 1
-
-
 @pytest.mark.slow
 def test_methods_are_compared_on_the_others(generate, folders, file_of):
     path = file_of(GOOD, LONG, ALSO)

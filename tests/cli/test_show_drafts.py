@@ -1,6 +1,4 @@
-"""`peagle-generate --show-drafts` marks tokens by their fate, and `--compare` draws its table as it
-runs.
-"""
+"""`--show-drafts` marks tokens by their fate, and `--compare` draws its table as it runs."""
 
 import io
 import re
@@ -56,9 +54,7 @@ def test_marks_fit_the_stream(stream, environ, wanted):
 
 
 def updates(tokens: list[int], wrong: int):
-    """One token by prefill, then rounds of two tokens: a draft that passes, and one
-    that does not.
-    """
+    """A token by prefill, then rounds of two tokens: a draft that passes, one that does not."""
     yield tokens[:1], None
     for place in range(1, len(tokens), 2):
         pair = tokens[place : place + 2]
@@ -100,12 +96,6 @@ class Mark:
         found = re.findall("\x02([A-Z]+)\x03(.*?)\x04", marked, re.DOTALL)
         assert re.sub("\x02([A-Z]+)\x03(.*?)\x04", "", marked, flags=re.DOTALL) == ""
         return found
-
-
-def test_token_ids_are_marked_too():
-    text = MarkedText(None, mark_for(io.StringIO(), {}))
-    assert text.add([5], None, is_last=False) == " 5"
-    assert text.add([6, 7], Round([6, 9], 1, 2), is_last=True) == "[ 6]{-9-}{+ 7+}"
 
 
 def test_the_command_marks_what_it_writes(generate, folders):

@@ -1,6 +1,4 @@
-"""`--tensor-parallel`: the same text on several devices, and one line where they cannot share the
-model.
-"""
+"""`--tensor-parallel`: the same text on several devices."""
 
 import pytest
 
@@ -15,21 +13,6 @@ def test_two_devices_write_what_one_writes(generate, folders):
     code, out, _ = generate(*given, OPTION, "2")
     assert code == 0
     assert out == generate(*given)[1]
-
-
-@pytest.mark.parametrize(
-    ("count", "message"),
-    [
-        ("3", "the model has 4 query heads, which 3 devices cannot share evenly"),
-        ("0", "tensor_parallel=0 must be at least 1"),
-        ("two", "argument --tensor-parallel"),
-    ],
-)
-def test_what_cannot_be_shared_is_one_line(generate, folders, count, message):
-    code, out, err = generate(PROMPT, *folders.options(), *SHORT, OPTION, count)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
 
 
 def test_more_devices_than_there_are_is_one_line(generate, folders, monkeypatch):

@@ -69,9 +69,7 @@ def cli(capsys):
 
 
 def shard(name: str, folder: Path, num_shards: int) -> Path:
-    """A golden checkpoint in several files with an index, the output's weight and norm
-    in the last.
-    """
+    """A golden checkpoint in several files with an index, the output's weight in the last."""
     checkpoint, files = Checkpoint(GOLDEN / name), {}
     shutil.copytree(GOLDEN / name, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     names = sorted(checkpoint.names())

@@ -220,9 +220,7 @@ def double(folder: Folder, rng: Random) -> str:
 
 
 def poison(folder: Folder, rng: Random) -> str:
-    """NaN, infinity, zero, negative or extreme numbers among a tensor's values; or other whole
-    numbers.
-    """
+    """NaN, infinity, zero, negative or extreme numbers in a tensor; or other whole numbers."""
     name = _pick(folder, rng)
     scales = [one for one in sorted(folder.tensors) if "scale" in one or one in ("d2t", "t2d")]
     if scales and rng.random() < 0.5:

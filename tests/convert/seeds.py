@@ -1,6 +1,4 @@
-"""Small checkpoints in memory, cut from the golden ones: what the fuzz tests damage and write to
-disk.
-"""
+"""Small checkpoints in memory, cut from the golden ones, which the fuzz tests damage."""
 
 import json
 import re
@@ -48,9 +46,7 @@ class Tensor:
 
 @dataclass
 class Folder:
-    """A checkpoint. `shards` says which file a tensor goes to; `target` is the config of a head's
-    target.
-    """
+    """A checkpoint; `shards`: the file of each tensor, `target`: the config of a head's target."""
 
     name: str
     config: dict

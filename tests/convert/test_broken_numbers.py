@@ -1,11 +1,8 @@
-"""Scales without a value are refused by plan, convert and load; NaN and infinity are counted and
-named.
-"""
+"""Scales without a value are refused; NaN and infinity are counted and named."""
 
 import shutil
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -68,14 +65,6 @@ def test_a_scale_counts_as_what_a_model_holds(value):
         check_scale("s", np.array([1.0, value, 2.0]))
 
 
-def test_good_scales_pass():
-    for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
-        check_scale("s", np.array([1e-4, 1.0, 448.0], dtype))
-        check_scale("s", np.array(2.0, dtype))
-        check_scale("s", np.zeros((0, 2), dtype))
-    check_scale("s", np.array([[0, 127, 254]], np.uint8))
-
-
 FLOATS = [name for name, dtype in DTYPES.items() if "float" in dtype.name]
 
 
@@ -94,12 +83,6 @@ def test_every_bit_pattern_is_counted_as_numpy_sees_it(name, num_cases):
     assert not_finite(random.permutation(values)) == want
     for one in values[: 256 if dtype.itemsize == 1 else 7]:  # alone, as a screen would meet it
         assert any(not_finite(np.array([one]))) == (not np.isfinite(one))
-
-
-def test_other_dtypes_have_no_such_numbers():
-    for dtype in set(DTYPES.values()) - {DTYPES[name] for name in FLOATS} - {DTYPES["BOOL"]}:
-        assert not_finite(np.full(64, 255, np.uint8).view(dtype)) == (0, 0)
-    assert not_finite(np.zeros(0, np.float32)) == (0, 0)
 
 
 LINE = (

@@ -1,6 +1,4 @@
-"""Damaged checkpoints: all five commands and direct loading refuse them in one line, or read them
-alike.
-"""
+"""Damaged checkpoints: all commands and loading refuse them in one line, or read them alike."""
 
 import atexit
 import contextlib

@@ -1,6 +1,4 @@
-"""The memory of a conversion is a few copies of its largest parameter, however large
-the model is.
-"""
+"""A conversion takes a few copies of its largest parameter, however large the model is."""
 
 import json
 import subprocess

@@ -104,9 +104,7 @@ def group_of(name: str) -> str:
 
 
 def draw_form(rng: np.random.Generator, may_be_fp8: bool) -> tuple:
-    """(number formats, forms of scales, dtypes of scales) that the members of one
-    parameter have.
-    """
+    """(number formats, forms of scales, dtypes of scales) of the members of one parameter."""
     odd = rng.random() < 0.06
     floats = [F32, F16, BF16]
     scale_forms = ["tensor", "one", "row", "column", "block", "row and block"]
@@ -158,9 +156,7 @@ def add(rng, name, shape, member, tensors, dense) -> None:
 
 
 def add_mxfp4(rng, name, shape, tensors, dense) -> None:
-    """[E, K, N] in the form of transformers, as blocks [E, N, K / 32, 16] and scales [E, N, K /
-    32].
-    """
+    """[E, K, N] of transformers, as blocks [E, N, K / 32, 16] and scales [E, N, K / 32]."""
     E, K, N = shape
     blocks = rng.integers(0, 256, (E, N, K // 32, 16), np.uint8)
     scales = rng.integers(120, 130, (E, N, K // 32), np.uint8)

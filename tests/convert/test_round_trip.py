@@ -1,6 +1,4 @@
-"""Every checkpoint at hand, converted, verified, restored by plain Orbax, and exported byte for
-byte.
-"""
+"""Every checkpoint converted, verified, restored by plain Orbax, exported byte for byte."""
 
 import json
 from pathlib import Path
@@ -95,9 +93,7 @@ def test_side_files_are_copied_and_the_manifest_tells_all(cli, tmp_path):
 
 
 def test_a_model_without_its_head_is_converted(cli, tmp_path):
-    """As transformers' `AutoModel` saves a model whose lm_head is its embedding: names without a
-    prefix.
-    """
+    """As `AutoModel` saves a model whose lm_head is its embedding: names without a prefix."""
     source, bare = Checkpoint(CHECKPOINTS["qwen2"][0]), tmp_path / "src"
     bare.mkdir()
     (bare / "config.json").write_bytes((source.folder / "config.json").read_bytes())

@@ -1,6 +1,4 @@
-"""A scheduler and `FakeDevice` in the engine's loop, and what must hold of each request
-at its end.
-"""
+"""A scheduler and `FakeDevice` in the engine's loop, and what must hold of each request."""
 
 import random
 from collections import Counter
@@ -135,9 +133,7 @@ class FakeEngine:
         self.scheduler.check_integrity()
 
     def check_round(self, request: Request, tokens: list[int]) -> None:
-        """The drafts that the host read are those that the device verified: their leading ones are
-        output.
-        """
+        """The drafts that the host read are those verified: their leading ones are output."""
         if request.last_round is None:
             assert len(tokens) == 1, request.error
             return
@@ -231,9 +227,7 @@ def check_finished(request: Request, engine: FakeEngine, matcher: Matcher | None
 
 
 def random_prompt(rng: random.Random, most: int, earlier: list[Request]) -> list[int]:
-    """1 to `most` tokens: random, the start of one of three texts, or of an earlier
-    request's text.
-    """
+    """1 to `most` tokens: random, the start of one of three texts, or of an earlier request's."""
     kind = rng.random()
     if kind < 0.4:
         length = rng.choice([rng.randint(1, 8), rng.randint(1, most)])

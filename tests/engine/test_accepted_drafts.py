@@ -4,12 +4,11 @@ from collections import Counter
 from dataclasses import replace
 from itertools import zip_longest
 
-import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from peagle_jax.engine.host.request import Request
-from peagle_jax.engine.host.scheduler import QueueFull, Scheduler
+from peagle_jax.engine.host.scheduler import QueueFull
 from peagle_jax.engine.host.stats import Acceptance
 from tests.engine.fake_device import VOCAB
 from tests.engine.fake_engine import (
@@ -18,21 +17,9 @@ from tests.engine.fake_engine import (
     check_finished,
     ends_in_seventeen,
     make_config,
-    make_request,
 )
 
 J = 4
-
-
-def fresh(num_draft: int = J, **fields) -> Request:
-    """A request of one token that has prefilled and runs."""
-    fields = dict(max_tokens=50, ignore_eos=True) | fields
-    return make_request(0, [1], num_draft, **fields)
-
-
-def commit(scheduler: Scheduler, call, tokens: list, count: list) -> list:
-    take = scheduler.commit_prefill if hasattr(call, "last") else scheduler.commit_decode
-    return take(call, np.array(tokens), np.array(count), np.array([[7, 8, EOS, 10]]))
 
 
 @st.composite

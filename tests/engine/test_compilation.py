@@ -1,6 +1,4 @@
-"""Programs that child processes compile onto disk: what the engine loads, and children
-that fail.
-"""
+"""Programs that child processes compile onto disk: what is loaded, and children that fail."""
 
 import contextlib
 import os
@@ -94,8 +92,8 @@ def test_the_engine_loads_what_children_compiled_although_one_died(folder, monke
 @pytest.mark.parametrize(
     ("accept", "reason"),
     [
-        (dies, "ended with signal SIGKILL, twice"),
         (is_refused, "NotImplementedError: this rule has no kernel"),
+        (dies, "ended with signal SIGKILL, twice"),
     ],
 )
 def test_a_program_that_cannot_be_compiled_is_named(folder, accept, reason):
@@ -189,6 +187,7 @@ else:
 """Starts a child that writes an error to a terminal which stops writers in the background."""
 
 
+@pytest.mark.slow
 def test_a_child_may_write_to_a_terminal_that_stops_writers_in_the_background():
     ours, terminal = pty.openpty()
     with open(ours, "rb", buffering=0) as screen, open(terminal, "wb", buffering=0) as stderr:

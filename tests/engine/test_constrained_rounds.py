@@ -1,12 +1,9 @@
-"""Constrained and free requests in any mix, against `FakeDevice`, which obeys the masks of its
-calls.
-"""
+"""Constrained and free requests in any mix, against `FakeDevice`, which obeys the masks."""
 
 import functools
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -168,30 +165,3 @@ def test_a_stream_of_new_constrained_requests_does_not_hold_the_running_ones():
         rounds += calls.decode is not None and first in calls.decode.requests
         engine.commit()
     assert rounds >= 3
-
-
-def test_a_matcher_beyond_its_limits_fails_its_request_and_no_other():
-    engine = FakeEngine(make_config(J=3, B=2, max_len=64, Z=8, P=None, T=16, R=2))
-    bad = engine.add([1, 2], max_tokens=40, matcher=matcher_of(GRAMMARS[1]))
-    good = engine.add([3, 4], max_tokens=40, matcher=matcher_of(GRAMMARS[2]))
-    for _ in range(3):
-        engine.step()
-    # A forbidden token puts the matcher into a permanent error, as an exceeded limit does.
-    bad.matcher.matcher.consume_token(TEXT.index("Z"))
-    kept = list(bad.output)
-    engine.drain()
-    assert (bad.finish_reason, bad.output) == ("error", kept)
-    assert "cannot be continued" in bad.error
-    check_finished(good, engine, matcher_of(GRAMMARS[2]))
-
-
-def test_forced_tokens_are_verified_like_drafts():
-    """The word's only continuation is drafted, whatever the drafter says, and is the
-    target's too.
-    """
-    engine = FakeEngine(make_config(J=4, B=1, max_len=64, Z=8, P=None, T=16, R=1), lag=0)
-    request = engine.add([1], max_tokens=40, matcher=matcher_of('start: "ABCDEFGHIJ"'))
-    engine.drain()
-    assert text_of(request.output) == "ABCDEFGHIJ"
-    assert request.accepted == 8
-    assert np.array_equal(request.accepted_per_position, [2, 2, 2, 2])

@@ -1,6 +1,4 @@
-"""Sampling controls in the engine: with drafts the text is the one without, whatever
-else happens.
-"""
+"""Sampling controls in the engine: the text with drafts is the one without."""
 
 from dataclasses import replace
 
@@ -13,7 +11,6 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.host.calls import DecodeCall, RoundShape
 from peagle_jax.engine.host.request import RequestState
 from peagle_jax.method import step
-from peagle_jax.method.plan import mask_words
 from tests import tiny
 from tests.programs import one_bucket
 from tests.test_losslessness import OracleDrafter
@@ -114,36 +111,6 @@ def test_preempted_requests_and_neighbours_keep_their_texts(drafting, texts):
         assert request.output == texts[name][i % 4]
 
 
-def test_a_mask_is_what_allowed_tokens_are(drafting, texts, monkeypatch):
-    """Masks of every row of every call, as a grammar of one set of tokens would send them."""
-    engine = drafting("allowed")
-    words = np.zeros(mask_words(V), np.uint32)
-    for token in ALLOWED:
-        words[token // 32] |= np.uint32(1) << (token % 32)
-    healthy = engine.scheduler.schedule
-
-    def constrained(call, T: int):
-        rows = len(call.plan.slots)
-        mask = np.broadcast_to(words.view(np.int32), (rows, T, len(words)))
-        return replace(
-            call, plan=call.plan._replace(constrained=np.ones(rows, np.int32)), mask=mask
-        )
-
-    def schedule():
-        calls = healthy()
-        decode = None if calls.decode is None else constrained(calls.decode, J + 1)
-        return replace(
-            calls, prefills=tuple(constrained(c, 1) for c in calls.prefills), decode=decode
-        )
-
-    monkeypatch.setattr(engine.scheduler, "schedule", schedule)
-    done = engine.generate(PROMPTS, params(None))
-    assert [one.tokens for one in done] == texts["allowed"]
-    monkeypatch.undo()
-    done = engine.generate(PROMPTS, params(None))  # the mask still lies there, and holds for no row
-    assert [one.tokens for one in done] == texts[None]
-
-
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
 def test_forced_drafts_replace_the_drafters_and_are_certain(draft_sampling):
     config = replace(CONFIG, draft_sampling=draft_sampling)
@@ -167,9 +134,7 @@ def test_forced_drafts_replace_the_drafters_and_are_certain(draft_sampling):
 
 
 def test_the_largest_numbers_that_are_accepted_run(plain):
-    """Beyond the engine's length nothing ends a text, so `min_tokens` may be any number up to
-    `max_tokens`.
-    """
+    """Nothing ends a text beyond the engine's length, so `min_tokens` may be any number."""
     largest = SamplingParams(
         max_tokens=2**70,
         min_tokens=2**70,

@@ -1,6 +1,4 @@
-"""The engine through its public face: endings, aborts, refusals, logprobs, seeds, overlap, no
-recompiling.
-"""
+"""The engine's public face: endings, aborts, refusals, logprobs, seeds, overlap."""
 
 import jax
 import jax.monitoring
@@ -14,7 +12,6 @@ from peagle_jax.engine.host.request import Request, Round
 from peagle_jax.engine.host.scheduler import QueueFull
 from peagle_jax.text.tokenizer import Tokenizer
 from tests import programs, tiny
-from tests.eager import moved_by_jax
 from tests.programs import one_bucket
 
 J, MAX_TOKENS, VOCAB = 3, 20, tiny.TARGET.vocab_size
@@ -357,8 +354,7 @@ def test_nothing_compiles_after_warm_up(kind, target, tokenizer):
     assert len(progress) == engine.num_programs == engine.programs.num_compiled == 4
     assert COMPILED, "compilations are not reported under this name any more"
     COMPILED.clear()
-    with moved_by_jax():
-        mixed_workload(engine)
+    mixed_workload(engine)
     assert engine.programs.num_compiled == 4
     assert COMPILED == []
 

@@ -1,6 +1,4 @@
-"""Grammars and their masks, without a model: drafts in any state, markers of reasoning, hostile
-grammars.
-"""
+"""Grammars and their masks, without a model: drafts, markers of reasoning, hostile grammars."""
 
 import json
 import random
@@ -75,8 +73,7 @@ def bits_of(masks: np.ndarray) -> np.ndarray:
 
 
 def one_by_one(matcher_of, drafts: list[int], size: int) -> list[np.ndarray | None]:
-    """The row before each draft and after the last, each from a matcher that has consumed the
-    drafts before it. None behind a forbidden draft."""
+    """The rows of a window by fresh matchers; None behind a forbidden draft."""
     rows = []
     for number in range(len(drafts) + 1):
         matcher = matcher_of()
@@ -226,6 +223,9 @@ def test_the_prompt_says_what_comes_before_an_answer(thinking, plain, prompt, re
         (lambda: Structured.grammar("nothing"), "grammar"),
         (lambda: Structured.grammar('root ::= "a'), "not a grammar"),
         (lambda: Structured.grammar('start: "a" b'), "b"),
+        (lambda: Structured.grammar("root ::= x"), "'x' not found"),
+        (lambda: Structured.grammar("\n"), "root"),
+        (lambda: Structured.grammar('root ::= "a"\nroot ::= "b"'), "rule 'root' is defined twice"),
     ],
 )
 def test_what_is_no_constraint_is_refused_in_one_line(plain, make, reason):
@@ -275,9 +275,7 @@ SPELLED = "a<|endoftext|>b<|pad|>"
     ids=lambda one: one.kind,
 )
 def test_the_spelling_of_a_special_token_is_text(plain, structured):
-    """Where the grammar forces these characters, the tokens of the text do, and no
-    special token.
-    """
+    """Where the grammar forces these characters, tokens of text do, and no special token."""
     made = grammars(plain)
     matcher, tokens = made.compile(structured), []
     while True:
@@ -296,21 +294,6 @@ def test_a_grammar_may_name_a_special_token(plain):
     matcher.consume(plain.encode("a", special=False))
     (token,) = np.flatnonzero(allowed_by(matcher, [], size_of(plain))[0])
     assert plain.spell([int(token)]) == "<|pad|>"
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("root ::= x", "'x' not found"),
-        ("", "root"),
-        (" ", "root"),
-        ("\n", "root"),
-        ('root ::= "a"\nroot ::= "b"', "rule 'root' is defined twice"),
-    ],
-)
-def test_a_mistake_in_a_grammar_is_named(plain, text, reason):
-    with pytest.raises(ConfigError, match=reason):
-        grammars(plain).compile(Structured("grammar", text))
 
 
 def test_half_a_surrogate_pair_around_an_answer_is_refused(plain):

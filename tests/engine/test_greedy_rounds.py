@@ -1,6 +1,4 @@
-"""Batches of greedy requests run a program without branches; every other batch runs the general
-one.
-"""
+"""Batches of greedy requests run a program without branches, all others the general one."""
 
 import itertools
 import random
@@ -98,9 +96,7 @@ def test_greedy_rounds_compile_after_the_first_round_of_each_batch_size():
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("rounds_per_call", [1, 3])
 def test_texts_survive_any_sequence_of_both_programs(rounds_per_call, num_cases):
-    """Requests come, are preempted and are aborted at random, so the batch changes in
-    most rounds.
-    """
+    """Requests come, are preempted and aborted at random: the batch changes in most rounds."""
     sizes = dict(num_pages=13, prefix_caching=False, rounds_per_call=rounds_per_call)
     engine = ready(config(True, **sizes))
     kinds = (GREEDY, STOPS, *NEEDS_BRANCH.values())

@@ -1,6 +1,4 @@
-"""The JSON Schema Test Suite: its schemas are enforced or refused by name, and no invalid instance
-is admitted.
-"""
+"""The JSON Schema Test Suite: enforced or refused by name; no invalid instance is admitted."""
 
 import json
 import random

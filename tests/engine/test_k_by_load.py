@@ -3,8 +3,6 @@
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from peagle_jax.engine.host.calls import RoundShape
 from peagle_jax.engine.host.k_by_load import (
@@ -94,24 +92,6 @@ def test_noise_changes_k_seldom():
     assert driven.policy.present(8) in (3, 5)
     assert driven.policy.num_changes < 20_000 / DECIDE_EVERY / 10
     assert sum(k in (3, 5) for k in chosen[2000:]) > 0.97 * len(chosen[2000:])
-
-
-def test_only_compiled_rounds_are_chosen(num_cases):
-    some = st.sets(st.sampled_from(DRAFTS[:-1])).map(lambda ks: (*sorted(ks), J))
-    steps = st.lists(st.tuples(some, st.booleans()), min_size=1, max_size=30)
-
-    @settings(max_examples=num_cases("sequences of compiled rounds", 60), deadline=None)
-    @given(steps, st.integers(0, 99))
-    def check(steps, seed):
-        rng = random.Random(seed)
-        driven = Driven({(8, k): rng.random() + 0.1 for k in DRAFTS}, GOOD, seed=seed)
-        compiled: set[int] = set()  # never less than before
-        for more, is_good in steps:
-            compiled |= set(more)
-            driven.shares = GOOD if is_good else BAD
-            assert set(driven.run(20, tuple(sorted(compiled)))) <= compiled
-
-    check()
 
 
 def test_the_choice_counts_each_requests_own_limit_and_class():

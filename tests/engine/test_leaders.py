@@ -81,18 +81,6 @@ def test_a_follower_goes_on_if_its_leader_ends(windows):
     check_finished(follower, engine)
 
 
-def test_a_follower_without_memory_is_not_overtaken():
-    """Two requests fill the pool when the leader is done; the follower then gets the
-    first pages.
-    """
-    engine = make_engine(B=4, pages=40, R=3, idle_prefills=1)
-    leader, follower = add(engine, BEGINNING, 1), add(engine, BEGINNING, 2)
-    others = [engine.add([30 + i] * 44, max_tokens=12, ignore_eos=True) for i in range(2)]
-    engine.drain()
-    for request in (leader, follower, *others):
-        check_finished(request, engine)
-
-
 @pytest.mark.parametrize(("size", "computes"), [(70, 70 + 7 * (70 - 68)), (64, 8 * 64)])
 def test_answers_of_one_prompt_share_a_prefill_of_one_chunk(size, computes):
     """The last token of a prompt is computed for each; short prompts are not worth a call."""

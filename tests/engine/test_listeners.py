@@ -10,7 +10,9 @@ from tests.programs import OneBucketConfig, small_engine
 
 pytestmark = pytest.mark.usefixtures("programs_without_controls")
 
-CONFIG = OneBucketConfig(num_draft=2, max_num_seqs=3, max_model_len=48, page_size=4)
+CONFIG = OneBucketConfig(
+    num_draft=2, max_num_seqs=3, max_model_len=48, page_size=4, prefill_chunk=2
+)
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[7, 9, 11, 60], [3, 4, 7], [21]]
 
@@ -79,7 +81,7 @@ def test_an_interrupt_while_a_result_is_awaited_loses_nothing(wanted, monkeypatc
 @pytest.mark.parametrize("name", ["round", "prefill", "upload", "schedule"])
 def test_calls_that_cannot_be_dispatched_end_their_requests(wanted, monkeypatch, name):
     """Nothing of them stays: neither their pages, nor what was said of the device's plan."""
-    engine = small_engine(replace(CONFIG, prefill_chunk=2))
+    engine = small_engine(CONFIG)
     engine.scheduler.idle_prefills = 1
     [one] = engine.generate([[5, 8, 13]], PARAMS)
     requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]

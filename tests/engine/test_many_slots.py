@@ -53,9 +53,7 @@ def followers(texts: list[list[int]]) -> Followers:
 
 @pytest.mark.slow
 def test_every_text_of_many_slots_equals_its_solo_run():
-    """Requests come in bursts, 15 % are aborted in their course, and pages are too few for all
-    slots.
-    """
+    """Requests come in bursts, 15 % are aborted, and pages are too few for all slots."""
     rng, target = random.Random(7), tiny.target(**tiny.ONE_LAYER)
     prompts = [[rng.randrange(2, 128) for _ in range(rng.randint(1, 20))] for _ in range(150)]
     params = lambda n: SamplingParams(max_tokens=n, ignore_eos=True)

@@ -42,8 +42,7 @@ def add(engine: FakeEngine, number: int, caller: str, cost: float | None) -> Req
 
 
 def rounds_of(requests: list[tuple[str, float | None]], steps: int = 60) -> tuple[Counter, float]:
-    """How many rounds each request was in, and the longest time of all cores for the masks of a
-    round."""
+    """How many rounds each request was in, and the longest time of a round's masks."""
     engine = FakeEngine(make_config(J=J, B=8, max_len=600, Z=8, P=None, T=16, R=8))
     added = [add(engine, number + 1, *one) for number, one in enumerate(requests)]
     engine.step()

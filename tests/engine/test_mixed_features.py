@@ -1,6 +1,4 @@
-"""Controls, grammars, log-probabilities, cached prefixes and changing numbers of drafts in one
-batch keep every text.
-"""
+"""Controls, grammars, logprobs, cached prefixes and changing K in one batch keep every text."""
 
 import random
 from collections import Counter
@@ -54,9 +52,7 @@ FEATURES = (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class UniformDrafter:
-    """Draws every draft from the uniform distribution: drafts for one position of a
-    text are equal.
-    """
+    """Draws drafts from the uniform distribution: those for one position of a text are equal."""
 
     num_draft: int = field(metadata=dict(static=True))
 

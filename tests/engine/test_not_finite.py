@@ -62,9 +62,7 @@ def check_failed(completion, num_tokens: int | None = None) -> None:
     [("llama", *method) for method in METHODS] + [(name, "peagle", 3) for name in FAMILIES[1:]],
 )
 def test_one_bad_token_ends_its_request_alone(family, method, num_draft, caplog):
-    """In the prompt and, met in a round, in the text; pages, slots and rings go to the next
-    request.
-    """
+    """In the prompt or in the text; pages, slots and rings go to the next request."""
     caplog.set_level(logging.ERROR)
     engine = engine_of(poisoned(family), method, num_draft)
     sick = [[5, BAD], [BAD, *range(2, 20)], [*range(2, 30), BAD, 7]]

@@ -101,34 +101,6 @@ def test_a_forgotten_page_takes_those_after_it_along():
     assert pool.num_free == 7
 
 
-def test_a_text_that_was_computed_twice_is_known_once():
-    pool = PagePool(num_pages=9, page_size=4)
-    first, second = published(pool), published(pool)
-    pages, _ = pool.find(KEYS, ("salt",))
-    assert pages == first
-    pool.check_integrity([first, second, first])
-    for held in (second, first, first):
-        pool.release(held)
-    assert (len(pool.numbers), pool.num_free) == (3, 8)
-    pool.check_integrity([])
-
-
-def test_a_flush_forgets_idle_pages_of_a_salt():
-    pool = PagePool(num_pages=19, page_size=4)
-    texts = {
-        salt: published(pool, salt=salt)
-        for salt in [("a", None), ("a", "x"), ("b", None), ("b", "y")]
-    }
-    for salt in (("a", None), ("a", "x"), ("b", None)):
-        pool.release(texts[salt])
-    assert pool.flush(("b",)) == 3  # the other text of b is held
-    assert pool.find(KEYS, ("b", None)) == ([], [])
-    assert pool.flush(("c",)) == pool.flush(("b",)) == 0
-    assert pool.find(KEYS, ("a", "x"))[0] == texts["a", "x"]
-    assert pool.flush() == 3
-    pool.check_integrity([texts["b", "y"], texts["a", "x"]])
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_thousands_of_random_operations_keep_the_pool_whole(seed, num_cases):
     rng = random.Random(seed)

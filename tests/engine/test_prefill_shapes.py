@@ -5,12 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax import Engine, SamplingParams
 from peagle_jax.config import ConfigError
 from peagle_jax.engine.host.prefill_shapes import (
     PrefillShape,
     choose_shape,
-    full_shape,
     prefill_shapes,
 )
 from tests import programs, tiny
@@ -37,19 +36,6 @@ def plain_texts(prompts, params) -> list[list[int]]:
     config = programs.OneBucketConfig(**SIZES | dict(num_draft=0), prefill_chunk=16)
     done = Engine(target(), None, config).generate(prompts, params)
     return [one.tokens for one in done]
-
-
-def test_the_shapes_of_calls():
-    assert prefill_shapes(EngineConfig(prefill_chunk=64, prefill_rows=4)) == ((4, 64),)
-    assert [*prefill_shapes(CONFIG)] == SHAPES
-    large = EngineConfig(prefill_chunk=512, prefill_rows=4, small_prefills=True)
-    assert prefill_shapes(large) == ((1, 128), (1, 512), (4, 128), (4, 512))
-    large = dataclasses.replace(large, long_prefills=True, max_model_len=4096)
-    assert prefill_shapes(large) == ((1, 128), (1, 512), (4, 128), (1, 2048), (4, 512))
-    long = dataclasses.replace(CONFIG, long_prefills=True)
-    assert prefill_shapes(long) == (*SHAPES[:3], LONG, SHAPES[3])
-    least = EngineConfig(prefill_chunk=8, small_prefills=True)
-    assert prefill_shapes(least) == ((1, 8),) == (full_shape(least),)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +118,7 @@ def test_output_does_not_depend_on_the_shapes_of_calls():
     assert engine.programs.num_compiled == engine.num_programs  # nothing compiled on the way
 
 
+@pytest.mark.slow
 def test_calls_have_their_full_size_until_smaller_programs_are_compiled():
     engine = Engine(target(), head(), CONFIG)
     engine.warm_up(sizes=[4])

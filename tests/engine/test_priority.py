@@ -64,20 +64,6 @@ def test_a_stream_of_urgent_requests_starves_others_only_while_it_lasts(num_case
             check_finished(request, engine)
 
 
-def test_equal_priorities_are_served_in_order_of_arrival_under_any_load():
-    """So no request starves: all that came before it end before it, or beside it."""
-    engine = FakeEngine(make_config(J=2, B=2, max_len=32, Z=4, P=12, T=7, R=1))
-    rng, requests = random.Random(0), []
-    for _ in range(300):
-        while engine.scheduler.num_waiting < 3:
-            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
-            requests.append(engine.add(prompt, max_tokens=rng.randint(1, 20), priority=7))
-        engine.step()  # checks the order
-        unfinished = [request.id for request in requests if not request.is_finished]
-        assert unfinished[-1] - unfinished[0] < 2 + 3 + 30
-    engine.drain()
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_long_prompts_do_not_delay_rounds_by_more_than_a_call(rows, num_cases):
     """Every running request is in every round, and between two rounds lies one call of R chunks."""

@@ -75,14 +75,6 @@ def test_prompts_are_scored_as_the_model_scores_them(engine, reference):
     assert [one.prompt_logprobs is None for one in done] == [False, True] * 2 + [False]
 
 
-def test_controls_and_temperature_do_not_change_the_scores(engine, reference):
-    params = SamplingParams(
-        max_tokens=1, prompt_logprobs=3, temperature=2.0, repetition_penalty=2.0, top_k=1
-    )
-    (done,) = engine.generate(PROMPTS[-1:], params)
-    check(PROMPTS[-1], done.prompt_logprobs, reference[-1], 3)
-
-
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
 def test_a_preempted_request_has_all_scores(engine, reference, steps):
     params = SamplingParams(max_tokens=9, prompt_logprobs=3)
@@ -119,14 +111,6 @@ def test_blocks_do_not_change_scores(shape):
     np.testing.assert_array_equal(scores.ranks, 1 + (want > chosen[..., None]).sum(-1))
     np.testing.assert_array_equal(scores.top_ids, np.argsort(-want, axis=-1)[..., :4])
     np.testing.assert_allclose(scores.top_logprobs, -np.sort(-want, axis=-1)[..., :4], atol=1e-5)
-
-
-def test_prompts_are_scored_without_alternatives():
-    scores = score_prompt(
-        lambda rows: rows[:, :7], jnp.ones((2, 5, 8)), jnp.zeros((2, 5), jnp.int32), num_top=0
-    )
-    assert scores.logprobs.shape == scores.ranks.shape == (2, 5)
-    assert scores.top_ids.shape == scores.top_logprobs.shape == (2, 5, 0)
 
 
 def test_a_backward_pass_keeps_no_logits():

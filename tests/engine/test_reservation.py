@@ -1,6 +1,4 @@
-"""Pages ahead of a text: its plan stays the same for many rounds, and a short pool
-gives them back.
-"""
+"""Pages ahead of a text: one plan for many rounds, and a short pool gets them back."""
 
 import pytest
 
@@ -56,31 +54,3 @@ def test_pages_ahead_return_before_they_run_out(pages):
     assert (ahead > 8) == (pages > 66)
     assert engine.scheduler.num_preemptions == {66: 4, 100: 1}.get(pages, 0)
     engine.drain()
-
-
-def pages_ahead(engine: FakeEngine, *waiting: list[int]) -> int:
-    """Pages that the first request holds and does not need, after some rounds beside `waiting`
-    prompts.
-    """
-    request = engine.add([3] * 60, max_tokens=60, ignore_eos=True)
-    engine.step()
-    for prompt in waiting:
-        engine.add(prompt, max_tokens=4, ignore_eos=True)
-    for _ in range(5):
-        engine.step()
-    reservation = engine.scheduler._pages
-    found = len(request.pages) - reservation.num_pages(reservation.upper_bound(request))
-    assert len(engine.scheduler.waiting) == len(waiting)
-    engine.drain()
-    return found
-
-
-def test_pages_ahead_leave_half_of_the_pool_to_prefixes_and_to_a_request_that_waits():
-    assert pages_ahead(engine_of(P=100)) > 8
-    assert pages_ahead(engine_of(P=100, B=1, R=1), [4] * 5) > 8, "it waits for a slot"
-    assert pages_ahead(engine_of(P=100), [4] * 120) <= 0
-    cached = engine_of(P=100)
-    cached.add([4] * 62, max_tokens=1)
-    cached.drain()
-    assert cached.scheduler.pool.num_idle > 20
-    assert pages_ahead(cached) <= 0

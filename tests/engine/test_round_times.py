@@ -87,9 +87,7 @@ def test_a_file_gives_back_what_was_stored(stored):
 
 
 def test_a_file_is_found_again_by_another_process(stored):
-    """Trees of modules are shown with addresses of objects, which differ from process
-    to process.
-    """
+    """Trees of modules are shown with addresses, which differ from process to process."""
     things = [object() for _ in range(3)]  # alive together, at different addresses
     paths = {StoredTimes([], thing, EngineConfig()).path for thing in things}
     assert len(paths) == 1

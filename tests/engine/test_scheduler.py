@@ -3,20 +3,16 @@
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 
-from peagle_jax.engine.host.request import Request, RequestState
-from peagle_jax.engine.host.scheduler import QueueFull, Scheduler
+from peagle_jax.engine.host.request import Request
+from peagle_jax.engine.host.scheduler import QueueFull
 from tests.engine.fake_engine import (
     EOS,
     FakeEngine,
-    check_counts,
     check_finished,
     ends_in_seventeen,
-    expected,
     make_config,
-    make_request,
     random_prompt,
 )
 
@@ -112,51 +108,6 @@ def check_variety(name: str, engine: FakeEngine, requests: list[Request]) -> Non
     assert engine.num_refused or not engine.config.num_draft
 
 
-def test_long_prompts_go_chunk_by_chunk_and_decode_after_the_last_one():
-    config = make_config(J=2, B=3, max_len=32, Z=4, P=None, T=4, R=2)
-    scheduler = Scheduler(config, eos_ids=[])
-    scheduler.idle_prefills = 1
-    sampling = dict(temperature=0.5, top_k=9, top_p=0.75, min_p=0.25, logprobs=3, max_tokens=8)
-    request = make_request(0, list(range(10, 20)), 1, seed=(5 << 32) + 7, **sampling)
-    scheduler.add(request)
-    for start, count, next_token in [(0, 4, 14), (4, 4, 18), (8, 2, -1)]:
-        assert request.committed == start
-        plan = scheduler.schedule()
-        assert plan.decode is None
-        (prefill,) = plan.prefills
-        assert prefill.requests == (request, None)
-        assert [prefill.samples(row) for row in (0, 1)] == [next_token < 0, False]
-        assert prefill.last == (next_token < 0,)
-        chunk = [*range(10 + start, 10 + start + count), 0, 0][:4]
-        table = [*request.pages, 0, 0, 0, 0]  # 14 of 32 positions are mapped
-        for name, dtype, rows in [
-            ("slots", "int32", [request.slot, 3]),
-            ("tokens", "int32", [chunk, [0] * 4]),
-            ("start", "int32", [start, 0]),
-            ("count", "int32", [count, 0]),
-            ("next_token", "int32", [next_token, -1]),
-            ("page_table", "int32", [table, [0] * 8]),
-            ("temperature", "float32", [0.5, 0]),
-            ("top_k", "int32", [9, 0]),
-            ("top_p", "float32", [0.75, 1]),
-            ("min_p", "float32", [0.25, 0]),
-            ("seed", "uint32", [[5, 7], [0, 0]]),
-            ("num_draft", "int32", [1, 0]),
-            ("scored", "int32", [1, 0]),
-        ]:
-            array = getattr(prefill.plan, name, None)
-            array = getattr(prefill.plan.params, name) if array is None else array
-            assert (array.dtype, array.tolist()) == (dtype, rows), name
-    assert (request.state, request.committed) == (RequestState.RUNNING, 10)
-    plan = scheduler.schedule()  # the first token is not known yet
-    assert not plan.prefills
-    assert plan.decode.requests == (request,)
-    decode = plan.decode.plan
-    assert decode.slots.dtype == decode.page_table.dtype == np.int32
-    assert decode.page_table.shape == (1, config.pages_per_seq)
-    assert (request.in_flight, request.rounds_in_flight) == (2, 1)
-
-
 @pytest.mark.parametrize(("lag", "num_draft"), [(0, 0), (1, 0), (0, 3), (1, 3)])
 def test_no_round_is_dispatched_whose_tokens_could_not_be_used(lag, num_draft):
     config = make_config(J=num_draft, B=4, max_len=24, Z=4, P=None, T=64, R=1)
@@ -168,87 +119,3 @@ def test_no_round_is_dispatched_whose_tokens_could_not_be_used(lag, num_draft):
     engine.drain()
     assert engine.num_rows == 0 + 1 + 8 + 3
     assert [request.rounds for request in [*by_count, by_length]] == [0, 1, 8, 3]
-
-
-@pytest.mark.parametrize("state", ["waiting", "prefill", "running"])
-def test_an_abort_frees_at_once_and_a_stale_result_reaches_nobody(state):
-    config = make_config(J=2, B=1, max_len=32, Z=4, P=9, T=4, R=1)
-    engine = FakeEngine(config)
-    first = engine.add([7] * 10)
-    for _ in range({"waiting": 0, "prefill": 2, "running": 4}[state]):
-        engine.step()
-    assert first.state is RequestState(state)
-    engine.abort(first)
-    engine.abort(first)
-    assert engine.scheduler.pool.num_free == config.total_pages - 1
-    assert not engine.scheduler.has_work
-    second = engine.add([8] * 3, max_tokens=9)  # takes the slot while the old round runs
-    output = list(first.output)
-    engine.drain()
-    check_finished(first, engine)
-    check_finished(second, engine)
-    assert first.output == output
-    assert first.finish_reason == "abort"
-
-
-def preempted_pair(**young_fields) -> tuple[FakeEngine, Request, Request]:
-    """Two requests in a pool for one, stepped to where the younger was preempted in flight."""
-    engine = FakeEngine(make_config(J=1, B=2, max_len=24, Z=2, P=13, T=64, R=2))
-    old = engine.add([1] * 8, num_draft=0, max_tokens=16, ignore_eos=True)
-    young = engine.add([2] * 6, num_draft=0, max_tokens=16, ignore_eos=True, **young_fields)
-    while not young.preemptions:
-        engine.dispatch()
-        if not young.preemptions and len(engine.in_flight) > 1:
-            engine.commit()
-    return engine, old, young
-
-
-def test_a_preempted_request_takes_in_its_results_before_it_returns():
-    engine, old, young = preempted_pair()
-    assert young.in_flight == 1
-    assert engine.scheduler.waiting[0] is young
-    before = len(young.output)
-    engine.scheduler.abort(old)  # pages and a slot are there; its tokens are not all known
-    assert not engine.scheduler.schedule().prefills
-    while engine.in_flight:
-        engine.commit()
-    assert (len(young.output), young.in_flight) == (before + 1, 0)
-    plan = engine.dispatch()
-    (prefill,) = plan.prefills
-    assert prefill.requests[0] is young
-    # All but the newest token, which rides along: the next round goes on where the last one ended.
-    assert prefill.plan.start[0] + prefill.plan.count[0] == len(young.prompt) + before
-    assert 0 < prefill.plan.count[0] <= 3, "its pages were still known"
-    assert prefill.plan.next_token[0] == young.output[-1]
-    assert (prefill.last, prefill.samples(0)) == ((True,), False)
-    assert (young.in_flight, young.rounds) == (0, before)
-    engine.drain()
-    check_counts(young)
-    assert young.output == expected(young, 24)[0]
-
-
-def test_a_preempted_request_can_finish_while_it_waits():
-    probe = preempted_pair()[2]
-    in_flight = expected(probe, 24)[0][len(probe.output)]
-    engine, old, young = preempted_pair(stop_ids=(in_flight,))
-    assert young.state is RequestState.WAITING
-    while engine.in_flight:
-        engine.commit()
-    assert young.finish_reason == "stop"
-    assert engine.scheduler.num_waiting == 0
-    engine.drain()
-    check_finished(young, engine)
-    check_finished(old, engine)
-
-
-def test_surplus_pages_return_at_commit_if_less_than_a_quarter_of_the_pool_is_free():
-    engine = FakeEngine(make_config(J=4, B=1, max_len=128, Z=1, P=None, T=128, R=1), lag=0)
-    request = engine.add([3] * 97, num_draft=0, max_tokens=30, ignore_eos=True)
-    engine.step()
-    for _ in range(8):
-        engine.dispatch()
-        engine.dispatch()
-        assert len(request.pages) == request.committed + 5 + 8  # one round unknown, and lookahead
-        engine.commit()
-        engine.commit()
-        assert len(request.pages) == request.committed + 8

@@ -1,6 +1,4 @@
-"""Schemas that llguidance would enforce in part, or not at the end: each is refused by its place,
-or enforced.
-"""
+"""Schemas that llguidance would enforce in part: each is refused by its place, or enforced."""
 
 import datetime
 import ipaddress
@@ -162,9 +160,7 @@ def test_free_keys_that_may_repeat_do_not_count(grammars, schema, is_enforced):
 
 @pytest.mark.parametrize("keyword", ["properties", "patternProperties"])
 def test_no_free_key_spells_a_named_one_with_escapes(grammars, tokenizer, keyword):
-    """A reader takes the second of two equal keys, which would be free of the first
-    one's schema.
-    """
+    """A reader takes the second of two equal keys, free of the first one's schema."""
     name = "a" if keyword == "properties" else "^a$"
     schema = {"type": "object", keyword: {name: {"const": 1}}}
     assert admits(grammars, tokenizer, schema, '{"a": 1, "b\\n\\"": "é\\\\"}')

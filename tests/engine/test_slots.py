@@ -56,17 +56,6 @@ def saved_rings(number: int = 2) -> SavedRings:
     return SavedRings(config, Reach(config, [WINDOW]))
 
 
-def test_a_copy_serves_the_texts_that_part_within_its_reach():
-    saved, chain = saved_rings(), list(range(100, 130))
-    row = saved.save(chain, 60 + CAPACITY, [30])
-    assert row == CONFIG.max_num_seqs + 1, "behind the dummy slot"
-    least = -(-(60 + WINDOW) // CONFIG.page_size)
-    assert saved.choose([*chain[:least], 7]) == (row, least)
-    assert saved.choose(chain[: least - 1])[1] == 0
-    assert saved.save(chain, 60 + CAPACITY, [least, 30]) is None, "there is one"
-    assert saved.save(chain, 50 + CAPACITY, [least - 1]) is not None
-
-
 def test_the_copy_that_is_used_the_least_makes_room():
     saved = saved_rings(2)
     first, second = (saved.save([chain], 4, [1]) for chain in (5, 6))
@@ -76,12 +65,6 @@ def test_the_copy_that_is_used_the_least_makes_room():
     assert (saved.num_saved, saved.num_restored) == (3, 1)
     assert saved.save([5], 4, [1]) is None, "there is one, and it counts as used"
     assert saved.save([8], 4, [1]) == second
-
-
-def test_without_windows_or_rows_nothing_is_saved():
-    assert saved_rings(0).save([1], 4, [1]) is None
-    windowless = replace(CONFIG, saved_rings=3)
-    assert len(SavedRings(windowless, Reach(windowless, []))) == 0
 
 
 def chat(windows, *, turns: int = 4) -> tuple[FakeEngine, list[int]]:

@@ -26,7 +26,6 @@ from peagle_jax.method.drafter import make_drafter
 from peagle_jax.models import weight_order
 from peagle_jax.models.weight_order import arrange_weights, tile_columns
 from tests import tiny
-from tests.eager import moved_by_jax
 from tests.programs import one_bucket
 
 pytestmark = pytest.mark.usefixtures("programs_without_controls")
@@ -394,14 +393,13 @@ def test_nothing_compiles_and_memory_returns_to_its_level(engine):
     update = lambda i: engine.update_weights(versions[i % 2], head=heads[i % 2])
     wanted = natural(NEW)
     programs = engine.programs.num_compiled
-    with moved_by_jax():
-        update(1)  # checks and copies compile once
-        assert texts(engine) == wanted
-        level = held()
-        COMPILED.clear()
-        for i in range(100):
-            update(i)
-        assert texts(engine) == wanted
+    update(1)  # checks and copies compile once
+    assert texts(engine) == wanted
+    level = held()
+    COMPILED.clear()
+    for i in range(100):
+        update(i)
+    assert texts(engine) == wanted
     assert engine.programs.num_compiled == programs
     assert held() == level
     assert COMPILED == []

@@ -58,9 +58,7 @@ def aws(config: dict, tensors: dict) -> Head:
 
 
 def specforge_peagle(config: dict, tensors: dict) -> Head:
-    """SpecForge's P-EAGLE: layers counted from 0; it writes no mask token, people add
-    it to serve.
-    """
+    """SpecForge's P-EAGLE: layers from 0, no mask token, which people add to serve."""
     raw = flat_llama(
         config,
         architectures=["PEagleDraftModel"],
@@ -83,8 +81,7 @@ def safeailab(config: dict, tensors: dict) -> Head:
 
 
 def specforge_eagle3(config: dict, tensors: dict) -> Head:
-    """SpecForge's EAGLE-3. Its tap ids are of layers that have finished, one less than speculators'
-    ids of layers entered."""
+    """SpecForge's EAGLE-3: tap ids of finished layers, one less than speculators'."""
     finished = [i - 1 for i in config["eagle_aux_hidden_state_layer_ids"]]
     raw = flat_llama(
         config,
@@ -135,8 +132,7 @@ def mask_of_shape(*shape: int) -> Callable[[dict, dict], Head]:
 
 
 def zlab(config: dict, tensors: dict) -> Head:
-    """z-lab's DFlash: a flat Qwen3 config, ids of finished layers, block size and mask token in
-    `dflash_config`."""
+    """z-lab's DFlash: a flat Qwen3 config; block size and mask token in `dflash_config`."""
     inner = config["transformer_layer_config"]
     moved = ("mask_token_id", "block_size", "conv_kernel_size", "conv_group_size")
     options = {k: config[k] for k in (*moved, "selector_rank", "selector_top_k") if k in config}

@@ -86,9 +86,7 @@ def _qwen3(**fields) -> dict:
 
 
 def qwen3_moe(**changes) -> dict:
-    """Qwen3-Coder. `intermediate_size` belongs to dense layers, of which released
-    models have none.
-    """
+    """Qwen3-Coder. `intermediate_size` belongs to dense layers, which released ones lack."""
     return _qwen3(
         architectures=["Qwen3MoeForCausalLM"], decoder_sparse_step=1, intermediate_size=40,
         max_window_layers=NUM_LAYERS // 2, mlp_only_layers=[], model_type="qwen3_moe",

@@ -1,6 +1,4 @@
-"""Runs on a CPU what the threads of a cluster's blocks send each other
-(`pallas_kernels.cluster_send`).
-"""
+"""Runs on a CPU what the threads of a cluster's blocks send each other."""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,4 @@
-"""Definitions of kernels as one program each. Outside of `jax.jit` each of their operations would
-be one.
-"""
+"""Definitions of kernels as one program each; outside of `jax.jit` each operation is one."""
 
 from functools import cache, partial
 
@@ -20,9 +18,7 @@ def _compiled(function, static: tuple):
 
 
 def referenced(function, *args, **options):
-    """`function(*args, implementation="reference", **options)`; options that are no arrays are
-    static.
-    """
+    """`function(*args, implementation="reference", **options)`, jitted."""
     arrays = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
     static = tuple(sorted((name, x) for name, x in options.items() if name not in arrays))
     return _compiled(function, static)(*args, **arrays)

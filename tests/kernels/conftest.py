@@ -17,9 +17,7 @@ def _matmul(a: np.ndarray, b: np.ndarray, dtype) -> np.ndarray:
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """State of each kernel that `dispatch` interprets in this test; `races_found` says
-    if it raced.
-    """
+    """State of each kernel that `dispatch` interprets here; `races_found` says if it raced."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

@@ -29,9 +29,7 @@ def as_words(array) -> np.ndarray:
 
 
 def places(layout, shape: tuple[int, int], warp: int) -> np.ndarray:
-    """Indices [elements, 32] of a flattened array that the lanes of a warp have, in the order of
-    its registers.
-    """
+    """Indices [elements, 32] of a flattened array that a warp's lanes have, by register."""
     layout = layout.to_mgpu()
     index = np.arange(np.prod(shape)).reshape(shape)
     for tile in layout.tiling.tiles:

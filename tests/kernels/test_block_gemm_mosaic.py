@@ -1,6 +1,4 @@
-"""The kernel of linear layers in Mosaic's interpreter: its results, and rows whose bits do not
-depend on others.
-"""
+"""Linear layers in Mosaic's interpreter: results, and rows whose bits depend on no others."""
 
 import jax
 import jax.numpy as jnp
@@ -141,9 +139,7 @@ ones."""
 
 @pytest.mark.parametrize("device", GENERATIONS.values(), ids=lambda one: one.arch)
 def test_tuning_leaves_the_arithmetic_alone(device):
-    """Chunks, which a result depends on, follow from the weight's shape; a split has something to
-    cut.
-    """
+    """Chunks, which a result depends on, follow from the weight; a split has work."""
     for N, K in WIDTHS:
         configs = [TuningConfig.choose(R, N, K, device) for R in (1, 8, 12, 21, 64, 256, 4096)]
         assert len({config.chunks for config in configs}) == 1

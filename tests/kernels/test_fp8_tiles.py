@@ -1,6 +1,4 @@
-"""FP8 weights in tiles: their order by its definition, and products that have the bits of those
-with rows.
-"""
+"""FP8 weights in tiles: their order by definition, and products with the bits of rows."""
 
 import jax
 import jax.numpy as jnp

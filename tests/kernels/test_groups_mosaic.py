@@ -1,6 +1,4 @@
-"""Several warpgroups of a block, and tiles of 128 tokens: the bits of one warpgroup and small
-tiles.
-"""
+"""Several warpgroups of a block, tiles of 128 tokens: the bits of one and of small tiles."""
 
 import functools
 from dataclasses import replace

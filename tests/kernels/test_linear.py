@@ -1,6 +1,4 @@
-"""Linear layers over plain, fp8 and mxfp4 weights against float64, and against
-themselves unpacked.
-"""
+"""Linear layers over plain, fp8 and mxfp4 weights against float64, and against unpacked ones."""
 
 import jax
 import jax.numpy as jnp

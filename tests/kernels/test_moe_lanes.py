@@ -40,9 +40,7 @@ def plan_of(R: int, E: int, k: int, *, tokens: int, normalize: bool = True, shar
 
 
 def run(monkeypatch, plan: Plan, logits, bias=None, own: Own | None = None, *, backwards=False):
-    """`plan_rows` of all blocks: weights, slots [k, R'], experts and num_items, as int32 and
-    float32.
-    """
+    """`plan_rows` of all blocks: weights, slots [k, R'], experts and num_items."""
     machine = Machine(monkeypatch, blocks=plan.blocks, backwards=backwards)
     items = most_items(plan.R, plan.E, plan.top_k, plan.tokens, plan.shared)
     made = mosaic_plan.results(plan, items)
@@ -168,9 +166,7 @@ def test_lanes_plan_a_share(monkeypatch, R, E, k, share):
 @pytest.mark.parametrize("Ep", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_lanes_sort_in_many_blocks(monkeypatch, Ep, blocks):
-    """The stages that `mosaic_route.place` shares: prefix sums, and the experts of more items than
-    threads.
-    """
+    """The stages of `mosaic_route.place`: prefix sums, and more items than threads."""
     for seed, density in enumerate((0.3, 0.9, 0.02, 1)):
         random = np.random.default_rng([Ep, seed])
         tiles = random.integers(0, 4, Ep) * (random.random(Ep) < density)

@@ -102,9 +102,7 @@ def test_the_plan_is_the_worklist(R, E, k, normalize, bias, ties):
 @pytest.mark.slow
 @race_free
 def test_a_plan_leaves_nothing_behind():
-    """The cluster barrier is used once in each launch; a second launch of the same program, as in a
-    CUDA graph, works too.
-    """
+    """A second launch of the same program, as in a CUDA graph, works too."""
     logits, others = logits_of(70, 32), logits_of(70, 32, ties=True)
     once = plan(others, None, 4)
     twice = jax.jit(lambda *both: [plan(logits, None, 4) for logits in both])(logits, others)[1]
@@ -128,9 +126,7 @@ def test_all_rows_may_go_to_the_same_experts(R, shared, tokens):
 
 @race_free
 def test_experts_that_are_masked_are_chosen_last():
-    """Three of a row's logits are not -inf, and it has four experts: the first of the masked is
-    one.
-    """
+    """Three of a row's logits are not -inf, and it has four experts."""
     masked = jnp.full((5, 32), -jnp.inf).at[:, jnp.array([3, 9, 31])].set(jnp.arange(3.0))
     wanted, ids = by_definition(masked, None, 4, True)
     assert ids.tolist() == [[31, 9, 3, 0]] * 5
@@ -266,9 +262,7 @@ def test_a_mixture_is_the_reference(R, form, options):
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 @every_chip
 def test_a_row_has_the_same_bits_in_any_company(form):
-    """Alone, among 5 that share items, among 21 that are sorted; tiles are of 8 rows in all of
-    them.
-    """
+    """Alone, among 5 that share items, among 21 that are sorted; tiles have 8 rows."""
     weights, x, logits = experts(form, E=16, F=64), rows(21), logits_of(21, 16)
     run = functools.partial(mix, weights=weights, router_bias=bias_of(16), normalize=False)
     whole = run(x, logits)

@@ -28,9 +28,7 @@ def by_definition(logits, bias, weights, first, k, count, normalize, tokens, sha
 
 
 def assert_own(logits, bias, k: int, first: int, count: int, *, normalize: bool = True) -> int:
-    """The kernel's results are those of `own_items(make_worklist())`; returns the
-    number of items.
-    """
+    """The results are those of `own_items(make_worklist())`; returns the number of items."""
     R, E = logits.shape
     config = TuningConfig.choose(R, E, k, hopper=False, quantized=False)
     routing = Routing.of(R, E, reference.Choice(k, normalize), config, launch())

@@ -51,9 +51,7 @@ def test_the_kernels_make_the_worklist(R, E, k, tokens, normalize, bias, ties):
 
 @pytest.mark.usefixtures("race_free")
 def test_all_rows_may_go_to_the_same_experts_and_some_logits_may_be_masked():
-    """Experts 3 and 31 get all rows, and as many slots; of the last row all experts but one are
-    masked.
-    """
+    """Experts 3 and 31 get all rows; of the last row all experts but one are masked."""
     logits = jnp.zeros((140, 32)).at[:, jnp.array([3, 31])].set(jnp.array([1.0, 2.0]))
     assert_placed(logits.at[139].set(-jnp.inf).at[139, 7].set(0.0), None, 2, 16)
 

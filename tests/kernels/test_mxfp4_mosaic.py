@@ -145,9 +145,7 @@ def test_what_kernels_read_is_said():
 
 
 def registers(x: np.ndarray, layout) -> np.ndarray:
-    """[registers, warps, lanes, vector]: the elements of x that each thread holds, by Mosaic's
-    definition of its layouts.
-    """
+    """[registers, warps, lanes, vector]: elements of x by thread, as Mosaic lays them out."""
     for tile in layout.tiling.tiles:
         outer = x.shape[: x.ndim - len(tile)]
         pairs = [(size // t, t) for size, t in zip(x.shape[len(outer) :], tile, strict=True)]
@@ -179,9 +177,7 @@ def test_threads_hold_the_columns_that_they_are_to_multiply(half):
 
 @pytest.mark.parametrize("group", [0, 7])
 def test_threads_of_blackwell_hold_the_columns_that_they_are_to_store(group):
-    """A thread has a row: its bytes 16 .. 31 are group 1, whose pairs it stores in
-    arranged order.
-    """
+    """Bytes 16 .. 31 of a thread's row are group 1, stored in arranged order."""
     from pallas_kernels import mlir_compat as mlir
     from pallas_kernels.weight_tiles.mxfp4 import STEP, arrange
 

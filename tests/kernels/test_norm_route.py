@@ -27,9 +27,7 @@ DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 def given(
     R: int, D: int, *, parts: int = 4, biases: bool = False, massive: bool = False
 ) -> list[jax.Array | None]:
-    """Arguments of `norm_and_route`. With `massive` the norm of a row exceeds float16's largest
-    number.
-    """
+    """Arguments of `norm_and_route`; `massive`: a norm exceeds float16's largest number."""
     keys = jax.random.split(jax.random.key(R + D), 6)
     normal = lambda key, *shape: jax.random.normal(key, shape)
     half = lambda x: x.astype(jnp.bfloat16)

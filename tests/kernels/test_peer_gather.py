@@ -208,9 +208,7 @@ def test_what_is_no_message_is_refused_by_name(shape, dtype, sent, why):
 
 
 def on_two_devices(send, given, tables):
-    """`send(this device's part of given, its table, arguments of a message)` on two virtual
-    devices.
-    """
+    """`send(part of given, table, arguments of a message)` on two virtual devices."""
 
     def local(given, links):
         mine = jax.tree.map(lambda x: x[0], given)

@@ -1,6 +1,4 @@
-"""Attention of many queries, whose row tiles share key blocks: the bits of one tile, and where it
-can be chosen.
-"""
+"""Attention of many queries, whose row tiles share key blocks: the bits of one tile."""
 
 import dataclasses
 import functools

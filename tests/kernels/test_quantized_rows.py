@@ -1,6 +1,4 @@
-"""Products with quantised activations: definition, kernels, and rows whose bits do not depend on
-others.
-"""
+"""Products with quantised activations: definition, kernels, rows whose bits are their own."""
 
 import jax
 import jax.numpy as jnp

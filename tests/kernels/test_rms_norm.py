@@ -105,9 +105,7 @@ def rest(D: int, *, factor: bool, dtype=jnp.bfloat16) -> dict:
 
 
 def in_steps(h, total, scale, inner, factor=None, implementation=None) -> tuple:
-    """(sum, norm) of `add_rms_norm`, from the sum of the parts: each step an operation
-    of its own.
-    """
+    """(sum, norm) of `add_rms_norm` from the sum of the parts, operation by operation."""
     norm = functools.partial(rms_norm, implementation=implementation)
     h = h + norm(total.astype(h.dtype), inner[0], eps=inner[1])
     h = h if factor is None else h * factor
@@ -227,9 +225,7 @@ def test_the_norm_is_rounded_once_to_each_dtype(implementation):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
 def test_float16_rows_saturate(implementation):
-    """One massive channel is normed to sqrt(D), and the weight makes 67,882 of it. A product with
-    it stays finite.
-    """
+    """One massive channel is normed to sqrt(D); a product with it stays finite."""
     D, how = 2048, dict(eps=EPS, implementation=implementation)
     scale = jnp.full(D, 1500, jnp.bfloat16)
     h = normal(0, 4, D, dtype=jnp.bfloat16) / 64

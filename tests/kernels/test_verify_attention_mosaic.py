@@ -1,6 +1,4 @@
-"""The attention kernels in Mosaic's interpreter: their results, and rows whose bits do not depend
-on others.
-"""
+"""Attention in Mosaic's interpreter: results, and rows whose bits depend on no others."""
 
 import dataclasses
 import itertools
@@ -31,8 +29,7 @@ CLOSE = dict(rtol=2**-8, atol=2**-8)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Rows start at `starts`; the cache holds scattered pages, as many as `width` a sequence. All
-    rows of a `block` see what its last one sees."""
+    """Rows at `starts`, scattered pages of `width`; a `block` sees what its last row sees."""
 
     starts: tuple[int, ...]
     T: int
@@ -68,9 +65,7 @@ class Case:
 
 
 def kernel(chip, case: Case, walks: int, split: int | Splits = 64, row_groups: int = 1):
-    """The kernel with splits so short that a few keys make several: (q, k, v, table, positions,
-    sinks) -> out.
-    """
+    """The kernel with short splits: (q, k, v, table, positions, sinks) -> out."""
     launch = dispatch.resolve("verify_attention", "mosaic_gpu", chips=(90,))
     launch = launch._replace(device=DEVICES[chip])
     key_block = 64 if case.H <= 256 else 32
@@ -188,9 +183,7 @@ def test_an_odd_group_of_narrow_heads_is_one_walk(chip):
 @on_each_chip
 @pytest.mark.parametrize(("H", "G", "refused"), [(64, 7, True), (64, 6, False), (128, 7, False)])
 def test_walks_whose_splits_cannot_be_merged_are_refused(chip, H, G, refused):
-    """The merge kernel takes 128 columns at a time: of head dim 64 two heads, which must be of one
-    query.
-    """
+    """128 columns at a time: of head dim 64 two heads, which must be of one query."""
     case = Case((70,), T=2, K=1, G=G, H=H, Z=16, width=8)
     run = lambda: jax.eval_shape(kernel(chip, case, walks=2), *case.inputs())
     if not refused:
@@ -215,9 +208,7 @@ def test_walks_whose_splits_cannot_be_merged_are_refused(chip, H, G, refused):
     ids=["two-sequences", "ring", "fp8"],
 )
 def test_keys_of_nan_that_a_row_must_not_see_change_no_bit(chip, case):
-    """What a failed request left in pages, a rejected draft ahead, the dummy page: `rope_write`
-    marks keys.
-    """
+    """What a failed request left in pages, a rejected draft ahead, the dummy page."""
     q, k, v, table, positions, sinks = case.inputs()
     order = np.asarray(table)
     stale = np.ones(k.shape[:2], bool)  # all but what the last row of a sequence sees
@@ -309,9 +300,7 @@ Gemma-4-31B."""
 
 @on_each_chip
 def test_tuning_leaves_the_arithmetic_alone(chip):
-    """`key_block` and `splits`, which a result depends on, follow from the head dim and
-    the window.
-    """
+    """`key_block` and `splits` follow from the head dim and the window."""
     seen = {}
     calls = itertools.product(LAYERS, (1, 8, 64), (1, 8, 14, 512), (512, 4096, 65536))
     for (N, K, H, window), B, T, length in calls:

@@ -16,9 +16,7 @@ from tests import tiny
 
 @pytest.mark.parametrize("peers", [False, True])
 def test_shapes_of_a_state_lie_where_the_state_does(peers):
-    """A program that is compiled for shapes, to keep it on disk, serves the arrays of a later
-    start.
-    """
+    """A program that is compiled for shapes serves the arrays of a later start."""
     devices, heads = Devices(2, peers=peers), dict(num_heads=4, num_kv_heads=2)
     target, head = tiny.target(**heads).config, tiny.head(**heads).config
     config = EngineConfig(max_model_len=32, max_num_seqs=2, num_pages=9, tensor_parallel=2)
@@ -47,8 +45,7 @@ def test_one_device_has_the_programs_and_weights_of_no_partition():
     "key", [GreedyRound(RoundShape(2, 3)), Round(RoundShape(2, 3)), Prefill(PrefillShape(1, 128))]
 )
 def test_programs_exchange_arrays_by_gathers_alone(key):
-    """The order of additions of an all-reduce depends on the size of its message. An exchange of
-    columns for rows is no message between GPUs."""
+    """The order of additions of an all-reduce depends on the size of its message."""
     heads = dict(num_heads=4, num_kv_heads=2)
     target = tiny.target(family="qwen3_moe", experts=ExpertsConfig(num_experts=4, top_k=2), **heads)
     sizes = dict(num_draft=3, max_num_seqs=2, max_model_len=32, page_size=4, greedy_rounds=True)

@@ -1,6 +1,4 @@
-"""Engines over several devices: the text does not depend on drafts, batches, chunks, prefixes or
-preemption.
-"""
+"""Engines over several devices: the text depends on no drafts, batches, chunks or prefixes."""
 
 import dataclasses
 import functools
@@ -79,9 +77,7 @@ def texts(engine: Engine, **params) -> list[list[int]]:
 
 
 def check_lossless(count: int, model, wanted: list[list[int]], **changes) -> None:
-    """Compares texts with drafts, other chunks and batches, preemption and cached prefixes with
-    plain ones.
-    """
+    """Compares drafts, other chunks and batches, preemption and prefixes with plain texts."""
     config = engine_config(
         count,
         num_draft=3,
@@ -102,9 +98,7 @@ def check_lossless(count: int, model, wanted: list[list[int]], **changes) -> Non
 @pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("method", ["peagle", "dflash2", "dspark"])
 def test_two_devices_write_the_text_of_one(method):
-    """In float32 the parts of two devices round so little apart that these texts and drafts are
-    equal.
-    """
+    """In float32 the parts of two devices round little apart: these texts are equal."""
     model, told = target("qwen3_moe"), SamplingParams(max_tokens=MAX_TOKENS)
     run = lambda engine: [
         (one.tokens, one.accepted_per_position) for one in engine.generate(prompts(), told)
@@ -121,8 +115,7 @@ def test_two_devices_write_the_text_of_one(method):
 
 @pytest.mark.slow
 def test_messages_to_peers_have_one_order_on_all_devices():
-    """The text is that of collectives, and all devices have sent the same messages, also those of
-    the branches that calls with sampled requests have."""
+    """Also the messages of the branches that calls with sampled requests have."""
     model, asked = target("qwen3_moe"), dict(temperature=1, seed=3)
     config = engine_config(2, num_draft=3, check_replicas=True)
     wanted = texts(Engine(model, head("peagle"), config), **asked)
@@ -141,9 +134,7 @@ def test_messages_to_peers_have_one_order_on_all_devices():
 @pytest.mark.slow
 @pytest.mark.parametrize("gather", ["library", "peers"])
 def test_several_rounds_in_a_call_send_the_messages_of_single_ones(gather):
-    """The text is that of one device and one round a call; the loop hands the table of messages
-    from round to round.
-    """
+    """The loop hands the table of messages from round to round."""
     model = target("qwen3_moe")
     wanted = texts(Engine(model, None, engine_config(1, num_draft=0)))
     sizes = dict(num_draft=3, num_pages=24, check_replicas=True, gather=gather)
@@ -196,9 +187,7 @@ def test_quantised_models_are_lossless_too(family, form, count, dtype):
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("form", ["experts", "dense"])
 def test_quantised_activations_are_lossless_too(form, count):
-    """A device has whole groups of 128 columns, which have one scale each: rows are quantised as on
-    one device.
-    """
+    """A device has whole groups of 128 columns: rows are quantised as on one device."""
     sizes = dict(hidden_size=128, head_dim=128, intermediate_size=512, **tiny.ONE_LAYER)
     family = FAMILIES["qwen3_moe" if form == "experts" else "qwen3"]
     model = random_target(tiny.target(**(HEADS | family | sizes)).config, "fp8", dtype="float32")

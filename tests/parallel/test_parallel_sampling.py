@@ -75,9 +75,7 @@ def check_close(found, wanted) -> None:
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
 def test_every_kind_of_request_gets_the_text_of_one_device(count, draft_sampling):
-    """The draft head has a vocabulary of its own, smaller than the target's, over which
-    it samples.
-    """
+    """The head samples over a vocabulary of its own, smaller than the target's."""
     head = tiny.head(**HEADS, draft_vocab_size=50)
     made = [completions(n, head, draft_sampling=draft_sampling) for n in (count, 1)]
     check_equal(*made)

@@ -66,9 +66,7 @@ def test_quantising_while_loading_keeps_the_blocks_of_the_whole_matrix():
 
 
 def test_a_device_reads_its_own_experts_only():
-    """Of two processes with a device each, both read half of the experts' bytes, and together all
-    of them.
-    """
+    """Two processes of one device each read half of the experts' bytes, together all."""
     checkpoint = Checkpoint(GOLDEN / "qwen3_moe-bf16")
     config = target_config(GOLDEN / "qwen3_moe-bf16")
     read = {0: set(), 1: set()}

@@ -19,9 +19,7 @@ V = 43
 
 
 def on_devices(count: int, f, logits, *values):
-    """f(logits, *values) with the columns of logits on `count` devices; every device's result is
-    compared.
-    """
+    """f(logits, *values) with columns of logits on `count` devices; all results are compared."""
     width = vocabulary_rows(logits.shape[-1], count)
     padding = [(0, 0)] * (logits.ndim - 1) + [(0, count * width - logits.shape[-1])]
     wide = jnp.pad(logits, padding, constant_values=-jnp.inf)
@@ -148,9 +146,7 @@ def filters(rows: int) -> tuple:
 @pytest.mark.sampled(1, slow=0)
 @pytest.mark.parametrize("count", [2, 4])
 def test_cutoffs_are_those_of_one_device(count, num_cases):
-    """Also of rows with ties at the border of two devices, NaN, or hardly any token. Columns of
-    padding count for none.
-    """
+    """Also of ties at the border of two devices, NaN, hardly any token, and padding."""
     for case in range(num_cases("rows with ties over devices", 2)):
         rng = np.random.default_rng(case)
         logits = np.concatenate([rows_with_ties(rng), rng.normal(0, 2, (16, V))]).astype(np.float32)
@@ -182,9 +178,7 @@ def check_scores(found, wanted) -> None:
 @pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize(("count", "num_top"), [(2, 5), (4, V), (8, 20)])
 def test_log_probabilities_are_those_of_one_device(count, num_top, num_cases):
-    """With ties, also where more tokens are asked for than a device has columns. Padding is never
-    among them.
-    """
+    """With ties, and more tokens than a device has columns; never padding."""
     for case in range(num_cases("rows with ties over devices", 2)):
         rng = np.random.default_rng(case)
         logits = rng.integers(-3, 4, (4, 4, V)).astype(np.float32)

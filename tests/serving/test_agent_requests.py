@@ -93,21 +93,6 @@ def test_messages_of_the_developer_are_the_systems_where_the_template_has_no_dev
     assert scripted.prompts == [prompt, prompt]
 
 
-def test_a_stream_of_two_sequences_with_calls_ends_with_the_usage(scripted, client):
-    scripted.say(CALL + CALL)
-    options = dict(temperature=1, n=2, tools=[TOOL], stream=True)
-    options["stream_options"] = {"include_usage": True}
-    *parts, last = client.chat.completions.create(**CHAT | options)
-    assert last.choices == []
-    assert last.usage.completion_tokens == 2 * (len(scripted.tokenizer.encode(CALL + CALL)) + 1)
-    for index in (0, 1):
-        choices = [one for part in parts for one in part.choices if one.index == index]
-        calls = [call for one in choices for call in one.delta.tool_calls or ()]
-        assert [call.index for call in calls] == [0, 1]
-        assert len({call.id for call in calls}) == 2
-        assert [one.finish_reason for one in choices if one.finish_reason] == ["tool_calls"]
-
-
 def test_a_stop_string_within_arguments_leaves_the_beginning_of_the_call_as_content(
     scripted, client
 ):
@@ -229,19 +214,6 @@ def test_without_a_choice_of_tools_the_model_sees_none_and_its_text_is_text(scri
         assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
         assert choice.message.tool_calls is None
         assert scripted.prompts[-1] == "<|user|>Read!<|assistant|>"
-
-
-def test_a_call_that_is_cut_off_or_broken_stays_content(scripted, client):
-    scripted.say(CALL)
-    cut = client.chat.completions.create(max_tokens=40, **OFFER).choices[0]
-    assert (cut.message.content, cut.finish_reason) == (
-        scripted.tokenizer.decode(scripted.tokenizer.encode(CALL)[:40]),
-        "length",
-    )
-    broken = CALL.replace('"read"', "read")
-    scripted.say(broken)
-    choice = client.chat.completions.create(**OFFER).choices[0]
-    assert (choice.message.content, choice.finish_reason) == (broken, "stop")
 
 
 def test_tools_count_as_the_characters_of_the_prompt(scripted, client):

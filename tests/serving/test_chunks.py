@@ -7,7 +7,6 @@ import pytest
 
 from serving.http import chat, completions
 from serving.http.errors import dump
-from serving.http.openai_answer import MARK, Template
 from tests.serving.test_http_connections import connect, read_all
 from tests.waiting import LIMIT
 
@@ -49,9 +48,3 @@ def test_a_client_of_http_1_0_gets_the_same_events(scripted, path):
         connection.sendall(head.encode() + ask)
         old = read_all(connection).partition(b"\r\n\r\n")[2].decode()
     assert re.sub(r'"created":\d+', '"created":0', old) == body
-
-
-@pytest.mark.parametrize("text", ["", 'a"\\\n\0', "é\u2028\U0001f600", "\ud800", MARK])
-def test_a_template_writes_what_dump_writes(text):
-    object_of = lambda text: {"model": MARK, "choices": [{"text": text, "finish": None}]}
-    assert Template(object_of(MARK)).filled(text) == dump(object_of(text))

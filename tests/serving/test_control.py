@@ -217,9 +217,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(root, user, tmp_path):
 
 
 class Streams:
-    """Streams that are read in threads; `ended` has the finish reason, the tokens and the usage of
-    each.
-    """
+    """Streams that threads read; `ended` has finish reason, tokens and usage of each."""
 
     def __init__(self, client: Client, count: int):
         self.ended: list[tuple[str, int, dict]] = []
@@ -361,8 +359,7 @@ def test_a_lack_of_memory_changes_nothing(server, root, user, second, monkeypatc
 
 
 def reported(server, user) -> set[bool]:
-    """Whether the server is paused, as each place says it. Probes find it healthy, and its gRPC
-    health is serving."""
+    """Whether the server is paused, as each place says it. Probes find it healthy."""
     health = user.http.get("/health")
     assert (health.status_code, health.json()["status"]) == (200, "serving")
     with grpc.insecure_channel(server.address) as channel:

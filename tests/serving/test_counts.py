@@ -125,31 +125,6 @@ def test_a_perfect_drafter_is_credited_with_what_it_emitted(server, text, ask, m
     assert by_position == [whole + (i < rest) for i in range(J)]
 
 
-def test_stats_are_the_sum_of_the_requests(server):
-    with server.peagle() as stub:
-        stats = lambda: Acceptance(*_fields(stub.GetStats(peagle_v1_pb2.GetStatsRequest())))
-        server.check_empty()
-        before = stats()
-        request = peagle_v1_pb2.GenerateRequest(
-            tokens=peagle_v1_pb2.TokenIds(ids=PROMPT),
-            stopping=peagle_v1_pb2.Stopping(max_tokens=6, ignore_eos=True),
-        )
-        usage = stub.GenerateOnce(request).usage
-        server.check_empty()
-        trailers = stats() - before
-    assert (trailers.rounds, trailers.emitted, trailers.accepted) == (2, 5, 4)
-    assert trailers.emitted == usage.acceptance.emitted
-    assert trailers.per_position == (2, 1, 1)
-    assert trailers.drafted_per_position == (2, 2, 2)
-    assert trailers.length == usage.acceptance.acceptance_length == 2.5
-
-
-def _fields(stats) -> tuple:
-    counts = stats.acceptance
-    by_position = (tuple(counts.accepted_per_position), tuple(counts.drafted_per_position))
-    return (counts.rounds, counts.emitted, counts.drafted, counts.accepted, *by_position)
-
-
 def test_a_slow_reader_gets_the_drafts_of_every_round(live):
     """The stream is read only once the engine has finished, so that all its deltas are merged."""
 

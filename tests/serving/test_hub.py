@@ -10,23 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from peagle_jax.config import ConfigError
-from peagle_jax.engine.host.request import Round, TokenLogprob
 from serving import hub
-from serving.frames import Channel, Inbox, encode, packed, unpacked
+from serving.frames import Channel, Inbox, encode
 from serving.hub import Hub
-from serving.messages import Ended, Job, Load, Refused, Tokens
+from serving.messages import Job, Load, Tokens
 from serving.worker import RunClock
 from tests.waiting import LIMIT, eventually
-
-ENDED = Ended(
-    "stop", 7, None, False, 9, 3, 4, 8, 12, 5, [3, 2], [4, 4, 4], 1.0, 2.0, 3.0, [(0, "0")]
-)
-EVENTS = [
-    Tokens((5, 0), [1, 2], [TokenLogprob(-0.5, [(3, -1.0)])] * 2, ENDED, Round([4, 5], 1, 2), 16),
-    Tokens((5, 1), [], None, None, None),
-    Refused(((6, 0), (6, 1)), ConfigError.of("prompt", "is empty")),
-]
 
 
 class Worker:
@@ -75,15 +64,6 @@ def test_messages_are_whole_however_their_bytes_arrive():
         found += inbox.feed(data[start : start + size])
         start += size
     assert found == messages
-
-
-def test_events_arrive_as_they_were_sent():
-    (message,) = Inbox().feed(encode(("round", packed(EVENTS))))
-    first, second, refused = unpacked(message[1])
-    assert [first, second] == EVENTS[:2]
-    assert [type(first.round), type(first.request)] == [Round, Ended]
-    assert refused.keys == ((6, 0), (6, 1))
-    assert (refused.error.field, refused.error.rule) == ("prompt", "is empty")
 
 
 def job(number: int) -> Job:

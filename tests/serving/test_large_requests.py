@@ -56,22 +56,6 @@ def test_too_many_values_are_refused_before_parsing(server, http, monkeypatch, n
     assert "are more than" in error["message"]
 
 
-PARTS = [{"type": "text", "text": ""}] * 2049
-FIELDS = {
-    "messages": (CHAT, {"messages": [HELLO] * 2049}),
-    "messages[0].content": (CHAT, {"messages": [{"role": "user", "content": PARTS}]}),
-    "prompt": (COMPLETIONS, {"prompt": [5] * 60_000}),
-    "stop_token_ids": (COMPLETIONS, {"prompt": "a", "stop_token_ids": [5] * 257}),
-    "stop": (COMPLETIONS, {"prompt": "a", "stop": "x" * 513}),
-}
-
-
-@pytest.mark.parametrize("field", FIELDS)
-def test_lists_and_texts_that_are_too_long_are_named(server, http, field):
-    path, content = FIELDS[field]
-    assert refusal(http.post(path, json=content))["param"] == field
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_duplicate_key_is_refused(server, http, path):
     content = b'{"prompt": "a", "temperature": 0, "temperature": 1}'

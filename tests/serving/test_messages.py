@@ -1,13 +1,11 @@
 """`/v1/messages`, driven by Anthropic's client against a model whose replies are given."""
 
-import json
-
 import anthropic
 import httpx
 import pytest
 
 from serving.errors import Code, ServiceError
-from tests.serving.scripted import CALL, PARAMETERS, READ, Scripted
+from tests.serving.scripted import CALL, PARAMETERS, Scripted
 
 TOOL = {"name": "read", "description": "Reads a file.", "input_schema": PARAMETERS}
 HELLO = [{"role": "user", "content": "Read!"}]
@@ -19,37 +17,6 @@ def scripted(tmp_path_factory):
     server = Scripted(tmp_path_factory.mktemp("messages"), tokens=[b"secret"])
     yield server
     server.live.close()
-
-
-def test_a_client_runs_a_loop_of_tools(scripted, claude):
-    scripted.say(f"<think>\nLook.\n</think>\n\nI read it.\n\n{CALL}", "It says 1.")
-    first = claude.messages.create(**ASK, system="Be brief.", tools=[TOOL])
-    thought, text, call = first.content
-    assert (first.type, first.role, first.model) == ("message", "assistant", "tiny")
-    assert (thought.thinking, text.text, first.stop_reason) == ("Look.", "I read it.", "tool_use")
-    assert (call.name, call.input) == ("read", READ)
-    content = [{"type": "text", "text": "1"}]
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": content}
-    go_on = {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}}
-    said = {"role": "assistant", "content": [one.model_dump() for one in first.content]}
-    messages = [*HELLO, said, {"role": "user", "content": [result, go_on]}]
-    second = claude.messages.create(
-        **ASK | dict(messages=messages), system="Be brief.", tools=[TOOL]
-    )
-    assert (second.content[0].text, second.stop_reason) == ("It says 1.", "end_turn")
-    as_chat = {"name": "read", "description": "Reads a file.", "parameters": TOOL["input_schema"]}
-    listed = json.dumps([{"type": "function", "function": as_chat}])
-    tools = f"<tools>{listed}</tools><|system|>Be brief."
-    assert scripted.prompts == [
-        f"{tools}<|user|>Read!<|assistant|>",
-        f"{tools}<|user|>Read!<|assistant|>I read "
-        "it.<tool_call>é.py</tool_call><|tool|>1<|user|>Go on.<|assistant|>",
-    ]
-    num_prompt = len(scripted.script.requests[1].prompt)
-    usage = second.usage
-    assert usage.input_tokens + usage.cache_read_input_tokens == num_prompt
-    assert usage.cache_read_input_tokens > 0
-    assert usage.output_tokens == len("It says 1.") + 1
 
 
 def test_a_stream_adds_up_to_the_same_message(scripted, claude):

@@ -338,15 +338,6 @@ def test_the_chat_template_or_the_operator_chooses_the_format(tmp_path, tokenize
         Replies(own, "harmony")
 
 
-def test_a_template_in_a_file_of_its_own_is_read(tmp_path):
-    make_tokenizer(tmp_path, "")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    (tmp_path / "chat_template.jinja").write_text(QWEN)
-    from peagle_jax.text.tokenizer import Tokenizer
-
-    assert Replies(Tokenizer(tmp_path)).name == "qwen3"
-
-
 def test_special_tokens_that_frame_calls_reach_the_parser_and_others_do_not(tmp_path):
     special = ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<pad>"]
     own = make_tokenizer(tmp_path, "<|tool_call><|channel>", special=special)

@@ -1,11 +1,10 @@
 """`/v1/responses`, `/tokenize` and `/detokenize` of a model whose replies are given."""
 
 import contextlib
-import json
 
 import pytest
 
-from tests.serving.scripted import CALL, PARAMETERS, READ
+from tests.serving.scripted import CALL, PARAMETERS
 
 FUNCTION = {"name": "read", "description": "Reads a file.", "parameters": PARAMETERS}
 TOOL = {"type": "function", **FUNCTION, "strict": False}
@@ -22,25 +21,6 @@ def test_a_text_is_a_response(scripted, client):
     cut = client.responses.create(model="tiny", input="Hi", max_output_tokens=3)
     assert (cut.status, cut.output_text) == ("incomplete", "Hel")
     assert cut.incomplete_details.reason == "max_output_tokens"
-
-
-def test_a_client_runs_a_loop_of_tools(scripted, client):
-    scripted.say(f"<think>\nLook.\n</think>\n\nI read it.\n\n{CALL}", "It says 1.")
-    first = client.responses.create(model="tiny", input="Read!", tools=[TOOL])
-    thought, text, call = first.output
-    assert (thought.type, thought.content[0].text) == ("reasoning", "Look.")
-    assert (text.type, text.content[0].text) == ("message", "I read it.")
-    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "read", READ)
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "1"}
-    output = [one.model_dump() for one in first.output]
-    talk = [{"role": "user", "content": "Read!"}, *output, result]
-    second = client.responses.create(model="tiny", input=talk, tools=[TOOL])
-    assert second.output_text == "It says 1."
-    tools = f"<tools>{json.dumps([{'type': 'function', 'function': FUNCTION}])}</tools>"
-    assert scripted.prompts[1] == (
-        f"{tools}<|user|>Read!<|assistant|>I read "
-        "it.<tool_call>é.py</tool_call><|tool|>1<|assistant|>"
-    )
 
 
 def test_a_stream_adds_up_to_the_same_response(scripted, client):

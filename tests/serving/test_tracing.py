@@ -103,19 +103,6 @@ def test_calls_of_grpc_have_spans_too(server, spans):
     assert span.attributes["peagle.method"] == "peagle.v1.Generation/GenerateOnce"
 
 
-def test_a_client_that_does_not_sample_gets_no_span(server, spans):
-    headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
-    assert post(server, "/v1/completions", dict(prompt="a"), headers=headers).status_code == 200
-    assert spans() == ()
-
-
-@pytest.mark.parametrize("headers", [{}, {"traceparent": "nonsense"}])
-def test_without_a_parent_the_span_is_a_root(server, spans, headers):
-    post(server, "/v1/completions", dict(prompt="a"), headers=headers)
-    (span,) = spans()
-    assert span.parent is None
-
-
 def test_errors_are_recorded_in_the_span(server, spans, monkeypatch, pace):
     monkeypatch.setattr(server.frontend.admission, "limits", Limits(max_request_seconds=0.5))
 

@@ -63,8 +63,7 @@ HOSTILE_PATTERNS = {
 def test_a_hostile_pattern_of_a_tokenizer_is_an_error_and_the_next_text_is_tokenised(
     tmp_path, name, monkeypatch
 ):
-    """The library gives up one search in half a second, by a panic, and repeats others for each
-    letter."""
+    """The library gives up a search in half a second, by a panic, and repeats others."""
     monkeypatch.setattr(chat_templates, "SECONDS", 1)  # with 0 the next text may have none left
     pattern, size = HOSTILE_PATTERNS[name]
     hostile = tokenizer_cut_by(pattern, tmp_path)

@@ -102,26 +102,6 @@ def test_a_character_is_shown_with_its_last_byte(tokenizers, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_replacement_character_of_the_model_is_text(tokenizers, family):
-    tokenizer = tokenizers[family]
-    detokenizer = Detokenizer(tokenizer)
-    assert (
-        detokenizer.add(tokenizer.encode(f"a{BROKEN}{BROKEN}", special=False)) == f"a{BROKEN * 2}"
-    )
-    assert detokenizer.flush() == ""
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_unfinished_character_ends_as_one_mark(tokenizers, family):
-    tokenizer = tokenizers[family]
-    tokens = tokenizer.encode("a👋", special=False)[:-1]
-    detokenizer = Detokenizer(tokenizer)
-    assert detokenizer.add(tokens) == "a"
-    assert detokenizer.flush() == BROKEN
-    assert tokenizer.decode(tokens) == f"a{BROKEN}"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("byte", [0x80, 0xFF, 0xF0])
 def test_a_run_of_bad_bytes_is_neither_held_back_nor_read_again(
     tokenizers, family, byte, monkeypatch
@@ -150,11 +130,6 @@ def test_special_tokens_and_unknown_ids_show_nothing(tokenizers, family):
     special = {"qwen": 277, "gpt_oss": 282, "llama": 280, "gemma": 379}[family]
     hi = tokenizer.encode("Hi", special=False)
     assert tokenizer.decode([special, *hi, special, 10**6, *hi]) == "HiHi"
-
-
-def test_thinking_marks_of_qwen_are_text(tokenizers):
-    tokenizer = tokenizers["qwen"]
-    assert tokenizer.decode(tokenizer.encode("<think>\nok</think>")) == "<think>\nok</think>"
 
 
 DECODERS = {

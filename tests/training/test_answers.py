@@ -1,6 +1,4 @@
-"""From prompts to a head: chats as rows of tokens, the answers of the target, the mask token, the
-whole stage.
-"""
+"""From prompts to a head: rows of tokens, the target's answers, the mask token, the stage."""
 
 import json
 from dataclasses import replace

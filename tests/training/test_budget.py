@@ -27,9 +27,7 @@ def run(folder, *, minutes, decay, seconds_of, start=0):
 
 @pytest.mark.parametrize("decay", [0.0, 0.4, 1.0])
 def test_a_run_of_minutes_ends_in_time_and_cools_down_at_its_end(tmp_path, decay):
-    """The first steps compile, and the others become half as fast when a second run
-    starts beside.
-    """
+    """The first steps compile; the others become half as fast beside a second run."""
     seconds = lambda step: 20.0 if step < 2 else 0.03 if step < 1500 else 0.06
     steps, took, fixed = run(tmp_path, minutes=5, decay=decay, seconds_of=seconds)
     assert json.loads((tmp_path / "total_steps.json").read_text()) == {"total_steps": steps}

@@ -1,6 +1,4 @@
-"""Heads for a tiny checkpoint of every family and format: trained, written, loaded in the engine,
-lossless.
-"""
+"""Heads for a tiny checkpoint of every family and format: trained, written, loaded, lossless."""
 
 from dataclasses import replace
 from functools import cache
@@ -32,9 +30,7 @@ def _target(name: str):
 @pytest.mark.sampled(2, slow=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_teacher_is_the_target_by_its_definition(name):
-    """Windows, sinks, scales, experts, biases and quantised weights, on texts longer
-    than a window.
-    """
+    """Windows, sinks, experts, biases and quantised weights, on texts longer than a window."""
     target = _target(name)
     tokens = np.random.default_rng(3).integers(8, target.config.vocab_size, (2, S))
     text = Text(jnp.asarray(tokens, jnp.int32), jnp.full(2, 6), jnp.full(2, S))

@@ -1,6 +1,4 @@
-"""`peagle-train`: mistakes in options and data are refused in one line, and Ctrl-C
-leaves one line.
-"""
+"""`peagle-train`: mistakes are refused in one line, and Ctrl-C leaves one line."""
 
 import numpy as np
 import pytest

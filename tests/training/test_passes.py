@@ -18,9 +18,7 @@ from tests.training.small import head_options, three_texts
 
 
 def _naive_rows(target, head, tokens, fused, anchor, depths, feed_back):
-    """Logits at depths 0..depths-1 of one anchor: the whole prefix, then the chain, as
-    in serving.
-    """
+    """Logits at depths 0..depths-1 of one anchor: the prefix, then the chain, as serving."""
     S = tokens.shape[0]
     fused = fused[None, : anchor + 1]
     rows = tokens[None, 1 : anchor + 2]

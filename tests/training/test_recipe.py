@@ -107,15 +107,6 @@ def test_a_selector_learns_and_leaves_the_head_as_it_is(trained, kind, tmp_path)
     assert raw == json.loads((out / "final" / "config.json").read_text())
 
 
-@pytest.mark.slow
-def test_a_selector_is_refused_for_eagle3(trained):
-    out, target = trained("eagle3"), tiny.target()
-    head = load_head(out / "final", target.config, dtype="float32")
-    options, run = head_options(texts=out / "text"), run_config(out, 1)
-    with pytest.raises(ConfigError, match="EAGLE-3 sees its earlier drafts"):
-        selector.make_task(head, target, options, run, rank=16)
-
-
 def test_a_folder_with_other_weights_is_refused(tmp_path):
     """Other weights than those of its checkpoints."""
     configs = dict(head=dict(num_layers=1), run=dict(optimizer="muon"))

@@ -1,5 +1,4 @@
-"""Makes every preset tiny, in each Python process that has this folder in PYTHONPATH: commands for
-full-size models then run on a CPU as they are written."""
+"""Makes every preset tiny in each Python process that has this folder in PYTHONPATH."""
 
 from dataclasses import replace
 
