@@ -67,18 +67,12 @@ _WEIGHTS = {"bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Preset:
-    """A model to generate; rows carry its `name`.
-
-    Attributes:
-      selector_rank, selector_kind: the selector of P-EAGLE heads; rank 0: they have none.
-    """
+    """A model to generate; rows carry its `name`."""
 
     name: str
     base: str
     target: TargetConfig
     format: Format
-    selector_rank: int = 0
-    selector_kind: Literal["pairs", "lattice"] = "pairs"
 
     @property
     def weights(self) -> str:
@@ -116,8 +110,6 @@ class Preset:
             own_lm_head=not is_block,
             qk_norm=is_block,
             block=BlockConfig(causal=(False,) * DFLASH_LAYERS) if is_block else None,
-            selector_rank=self.selector_rank if parallel else 0,
-            selector_kind=self.selector_kind,
         )
 
 
@@ -134,16 +126,13 @@ def names() -> list[str]:
     return found
 
 
-def preset(
-    name: str, layers: int | None = None, selector_rank: int = 0, selector_kind: str = "pairs"
-) -> Preset:
+def preset(name: str, layers: int | None = None) -> Preset:
     """A full-size model by name.
 
     Args:
       name: of `peagle_jax.presets`; with "-fp8" its linear layers are fp8 in blocks of 128 x
         128.
       layers: number of first layers to keep; the name then states it.
-      selector_rank, selector_kind: see `Preset`.
     Raises:
       ConfigError: no such preset, or it has fewer layers.
     """
@@ -153,9 +142,9 @@ def preset(
     form = "fp8" if name.endswith(PRESET_SUFFIX) else _released(base)[0]
     config = PRESETS[base]
     if layers is None or layers == config.num_layers:
-        return Preset(name, base, config, form, selector_rank, selector_kind)
+        return Preset(name, base, config, form)
     if layers > config.num_layers:
         raise ConfigError(f"--layers {layers}: {base} has {config.num_layers}")
     title = f"{name} ({layers} of {config.num_layers} layers)"
     config = with_layers(config, layers)
-    return Preset(title, base, config, form, selector_rank, selector_kind)
+    return Preset(title, base, config, form)

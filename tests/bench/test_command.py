@@ -131,11 +131,6 @@ def test_an_unknown_preset_is_refused_before_anything_runs(command):
         parse(f"{command} --preset gpt-9").check()
 
 
-def test_sampled_rounds_are_not_repeated_in_a_call():
-    with pytest.raises(ConfigError, match="set --temperature 0"):
-        parse("decode-step --preset qwen3-0.6b --rounds-per-call 2").check()
-
-
 def test_a_removed_command_says_where_it_is(capsys):
     for name, where in (("hostile", "python -m lab"), ("headroom", "lab/log.md")):
         assert main([name, "--any"]) == 2
