@@ -34,8 +34,7 @@ class Options(SweepOptions):
 
 def run(options: Options) -> int:
     """Measures, a row each, and prints them."""
-    environment = options.environment()
-    models, params = Models.load(options), sampling(options)
+    environment, models, params = options.environment(), Models.load(options), sampling(options)
     config = EngineConfig(
         max_num_seqs=options.concurrency,
         max_model_len=options.max_model_len,

@@ -478,16 +478,6 @@ def check_out(out: Path) -> None:
         raise ConfigError(f"--out {out}: cannot be written")
 
 
-def show(
-    header: Sequence[str], lines: Sequence[Sequence[str]], out: Path, *, note: str = ""
-) -> None:
-    """Prints a table of the new rows, and the file that has them."""
-    from peagle_jax.cli import runs
-
-    print(runs.table(list(header), list(lines)))
-    print(f"{note}rows: {out}")
-
-
 def exit_code(prompts_left_out: int) -> int:
     """3 for a run that skipped some prompts."""
     return 3 if prompts_left_out else 0

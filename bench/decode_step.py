@@ -6,7 +6,6 @@ tokens. Rounds are timed while every slot decodes; the time includes the host.
 
 import gc
 import itertools
-import os
 import sys
 import textwrap
 import time
@@ -18,7 +17,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from bench import roofline, rows
+from bench import rows
 from bench.cells import PLAIN, Variant, cells_config
 from bench.command import (
     METHODS,
@@ -199,15 +198,10 @@ def _measured(options: Options, environment: dict) -> Iterator[dict]:
             num_devices=options.tensor_parallel,
         )
         held = num_bytes(models.target, *models.heads.values()) / 1e9
-        _say(bar, f"{chosen.name}: {held:.1f} GB of weights made in {models.seconds:.1f} s")
+        _say(bar, f"{chosen.name}: {held:.1f} GB of weights")
         for variant, group in itertools.product(todo, groups(options)):
             for row in _measure(options, models, variant, group, bar):
-                row |= environment
-                if variant.adaptive == "off" and models.num_devices == 1:
-                    head = models.heads.get(variant.method)
-                    config = None if head is None else head.config
-                    row |= roofline.fraction(row, chosen.target, config)
-                row = rows.rounded(row)
+                row = rows.rounded(row | environment)
                 _say(bar, _progress(row))
                 yield row
             gc.collect()  # the engine's cache, before the next one is made
@@ -287,8 +281,6 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
         "temperature": options.temperature,
         "engine": {name: getattr(config, name) for name in sizes},
         "weights_bytes": num_bytes(models.target, *([] if head is None else [head])),
-        "weights_seconds": models.seconds,
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
     if kind(options) != "decode-step":
         row["adaptive"] = adaptive
@@ -359,10 +351,9 @@ Times rounds of the engine with a model of a released shape. Weights are random 
 device, so no checkpoint is needed; a large model needs a GPU. In a round the target checks the
 drafts and the head makes the next ones. A cell is a method, a K (drafts per round) and a
 concurrency. Each cell adds a row: milliseconds per round at a full batch (host included), tokens
-per second, prefill, peak memory, and the floor (the least time of a round, from its bytes and
-operations). With --adaptive load the engine chooses K of each round, at most the given one
-(docs/adaptive.md); the rows of such a comparison have the kind "adaptive-step". The first example
-below is short. docs/decode-step.md explains the fields of a row.
+per second, prefill and peak memory. With --adaptive load the engine chooses K of each round, at
+most the given one (docs/adaptive.md); the rows of such a comparison have the kind "adaptive-step".
+The first example below is short. docs/decode-step.md explains the fields of a row.
 
 Presets: {textwrap.fill(", ".join(PRESETS), 100, break_on_hyphens=False)};
 with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).
@@ -379,15 +370,18 @@ with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).
             "rows have one value of it; leave it out",
         ),
         "jobs": "programs compile side by side by themselves; leave it out",
-        "profile": "`python -m lab.round_kernels` lists the kernels of a round",
-        "profile-rounds": "`python -m lab.round_kernels` lists the kernels of a round",
+        **dict.fromkeys(
+            ("profile", "profile-rounds"), "`python -m lab.round_kernels` lists a round's kernels"
+        ),
         "rows": "ragged rounds did not beat the best fixed K; leave it out",
         "weights": "weights are always random; leave it out",
         "variants": "use --method, -K and --adaptive, in a command for each",
         "presence-penalty": "no row had it; leave it out",
         "cold-start": "serve-load --preset measures the start of a server",
         "replicas": "replicas share nothing, so that each is measured alone; leave it out",
-        "synthetic-acceptance-rows": "use --synthetic-acceptance-length",
-        "synthetic-acceptance-set": "use --synthetic-acceptance-length",
+        **dict.fromkeys(
+            ("synthetic-acceptance-rows", "synthetic-acceptance-set"),
+            "use --synthetic-acceptance-length",
+        ),
     },
 )

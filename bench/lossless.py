@@ -41,9 +41,7 @@ from bench.sweep import prompt_set, runnable
 from bench.timing import drive
 from peagle_jax.cli import runs
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.devices import Devices
 from peagle_jax.engine.engine import Engine
-from peagle_jax.parallel.shares import check_shares
 from peagle_jax.sampling_params import SamplingParams
 
 _LISTED = 8  # differences in a row, at most
@@ -140,7 +138,7 @@ def _subject(options: Options) -> tuple[Models, Texts]:
             num_devices=options.tensor_parallel,
         )
         return replace(models, activations=options.activations), texts
-    models = Models.load(options)
+    models = Models.load(options, tensor_parallel=options.tensor_parallel)
     name, found = prompt_set(
         options.set, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=None
     )
@@ -149,14 +147,6 @@ def _subject(options: Options) -> tuple[Models, Texts]:
     most = models.target.config.max_position
     config = EngineConfig(max_model_len=max(1, most - options.max_tokens + 1))
     pool, left_out = runnable(models, name, found, SamplingParams(), config)
-    devices = Devices(options.tensor_parallel)
-    for model in (models.target, *models.heads.values()):
-        check_shares(model.config, devices.count)
-    models = replace(
-        models,
-        target=devices.placed(models.target),
-        heads={method: devices.placed(head) for method, head in models.heads.items()},
-    )
     prompts = lambda count: list(itertools.islice(itertools.cycle(pool), count))
     return models, Texts(set=name, prompts=prompts, left_out=left_out)
 

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +29,6 @@ class Models:
 
     Attributes:
       weights: format of the target's matrices in rows: a dtype, fp8 (in rows or tiles) or mxfp4.
-      seconds: taken to generate random weights.
     """
 
     name: str
@@ -41,11 +39,10 @@ class Models:
     tokenizer: Tokenizer | None = None
     activations: str = "bf16"
     is_random: bool = False
-    seconds: float = 0.0
     num_devices: int = 1
 
     @classmethod
-    def load(cls, options: ModelOptions) -> "Models":
+    def load(cls, options: ModelOptions, tensor_parallel: int = 1) -> "Models":
         """From the options' model, heads, formats and methods."""
         dtype = runs.choose_dtype(options.dtype)
         target, heads, tokenizer = runs.load_methods(
@@ -53,6 +50,7 @@ class Models:
             options.drafter,
             dtype=dtype,
             activations=options.activations,
+            tensor_parallel=tensor_parallel,
             methods=options.methods,
         )
         folder = "" if options.model is None else Path(options.model).resolve().name
@@ -80,7 +78,7 @@ class Models:
         num_devices: int = 1,
     ) -> "Models":
         """Random weights on the device."""
-        start, devices = time.perf_counter(), Devices(num_devices)
+        devices = Devices(num_devices)
         target = random_target(
             chosen.target, chosen.format, dtype=dtype, seed=seed, devices=devices
         )
@@ -97,7 +95,6 @@ class Models:
             target=target,
             heads=heads,
             is_random=True,
-            seconds=time.perf_counter() - start,
             num_devices=num_devices,
         )
 

@@ -62,7 +62,6 @@ _SHAPES = {
     "gemma-4-31b": _Shape(32, 8, 128, 21504),
 }
 _MASK_IDS = {"gpt-oss-20b": 201020, "gpt-oss-120b": 201020}
-_WEIGHTS = {"bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Preset:
     @property
     def weights(self) -> str:
         """Name of the format in rows: a dtype, fp8 or mxfp4."""
-        return _WEIGHTS.get(self.format, self.format)
+        return "bfloat16" if self.format == "bf16" else self.format
 
     def head(self, method: Literal["eagle3", "peagle", "dflash"]) -> DrafterConfig:
         """The head for this target: P-EAGLE with four layers, embedding and logits of its own over

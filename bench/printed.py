@@ -16,8 +16,15 @@ PRINTED: dict[str, list] = tomllib.loads(
 
 def show(name: str, done: Sequence[dict], out: Path) -> None:
     """Prints the new rows of a command, in columns that have values, and the file that has them."""
-    print(table(*cells(PRINTED[name], [named(row) for row in done])))
-    print(f"rows: {out}")
+    show_table(*cells(PRINTED[name], [named(row) for row in done]), out)
+
+
+def show_table(
+    header: Sequence[str], lines: Sequence[Sequence[str]], out: Path, *, note: str = ""
+) -> None:
+    """Prints a table, and the file that has its rows."""
+    print(table(header, lines))
+    print(f"{note}rows: {out}")
 
 
 class Fields(dict):

@@ -14,7 +14,6 @@ import jax
 from peagle_jax.cores import num_cores
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 DATA = HERE / "data"
 
 

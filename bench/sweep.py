@@ -24,11 +24,7 @@ SETS = {"HumanEval": DATA / "HumanEval.jsonl", "MT-Bench": DATA / "mt_bench.json
 
 
 def prompts_of(
-    models: Models,
-    options: SweepOptions,
-    spec: str,
-    config: EngineConfig,
-    limit: int | None = None,
+    models: Models, options: SweepOptions, spec: str, config: EngineConfig, limit: int | None = None
 ) -> tuple[str, list[list[int]], int]:
     """The name of a prompt set, and what `runnable` says of its prompts."""
     name, prompts = prompt_set(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from bench import roofline, rows
+from bench import rows
 from bench.cells import Variant, cells_config
 from bench.command import REMOVED, RESULTS, CellOptions, Command, SweepOptions, exit_code
 from bench.models import Models
@@ -76,16 +76,13 @@ def _measured(models: Models, options: Options, environment: dict, bar: tqdm) ->
             one = _run(engine, pool, concurrency, options, bar)
             if variant.method == "none":
                 plain[concurrency] = one
-            row = {
+            yield {
                 "kind": options.kind,
                 **models.identity(options, prompts=name, variant=variant, concurrency=concurrency),
                 **_figures(engine, variant, one, plain.get(concurrency)),
                 "prompts_left_out": left_out,
                 **environment,
             }
-            if variant.adaptive == "off":
-                row |= roofline.fraction(row, engine.target_config, engine.drafter_config)
-            yield row
 
 
 def _run(
@@ -134,10 +131,9 @@ COMMAND = Command(
     description="""
 Decodes the same prompts in every cell (a method, a K and a concurrency), one cell after the other,
 in one process. The batch buckets are the concurrencies. K is the number of drafts per round. A row
-has tokens per second, milliseconds per round, time to first token (TTFT), the ratio to plain
-decoding, and the floor (the least time of a round, from its bytes and operations). With --adaptive
-load the engine chooses K of each round, at most the given one (docs/adaptive.md); the rows of such
-a comparison have the kind "adaptive".
+has tokens per second, milliseconds per round, time to first token (TTFT) and the ratio to plain
+decoding. With --adaptive load the engine chooses K of each round, at most the given one
+(docs/adaptive.md); the rows of such a comparison have the kind "adaptive".
 """,
     options=Options,
     run=run,

@@ -24,8 +24,9 @@ import numpy as np
 
 from bench import acceptance, rows
 from bench.cells import Variant
-from bench.command import Command, methods, show
+from bench.command import Command, methods
 from bench.models import Models
+from bench.printed import show_table
 from bench.sweep import prompts_of, sampling
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.method.draft_head import DraftHead
@@ -74,7 +75,7 @@ def run(options: Options) -> int:
                 row = {"kind": "headroom", **identity, "law": law, **values, **environment}
                 done.append(rows.rounded(row))
                 rows.append(options.out, done[-1])
-    show(["set", "law", *(f"K = {k}" for k in options.k)], _lines(done), options.out)
+    show_table(["set", "law", *(f"K = {k}" for k in options.k)], _lines(done), options.out)
     return 0
 
 

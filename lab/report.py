@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.command import RESULTS, Command, Options
+from bench.presets import preset
 from bench.printed import Fields, cells, named, text_of
+from lab.roofline import CHIPS, fraction
 from peagle_jax.cli.plotting import figure_with_panels
 from peagle_jax.cli.runs import METHOD_NAMES
 from peagle_jax.config import ConfigError
@@ -84,7 +86,16 @@ def derived(row: dict) -> dict:
         )
     if row.get("approximate"):
         made["about"] = "about "
-    return row | named(row) | made
+    return row | named(row) | made | _floor(row)
+
+
+def _floor(row: dict) -> dict:
+    """What `roofline.fraction` says of a round of a preset; old rows have it."""
+    if row["kind"] != "decode-step" or row["device"] not in CHIPS or "floor_ms" in row:
+        return {}
+    chosen = preset(row["model"].partition(" ")[0], row["layers"])
+    head = None if row["method"] == "none" else chosen.head(row["method"])
+    return fraction(row, chosen.target, head)
 
 
 def _load(row: dict) -> str:

@@ -102,7 +102,7 @@ def test_options_are_typed_and_have_their_defaults():
     assert parse("decode-step --preset llama-3.1-8b -K 3 7") == DecodeStepOptions(
         preset="llama-3.1-8b", k=(3, 7)
     )
-    assert parse("serve-load --goodput ttft:500 tpot:50").limits == {"ttft": 500.0, "tpot": 50.0}
+    assert parse("serve-load --preset qwen3-0.6b --rate 4,8").rate == (4.0, 8.0)
 
 
 def test_options_survive_json_as_lists():
@@ -112,7 +112,7 @@ def test_options_survive_json_as_lists():
 
 def test_load_is_given_as_concurrency_or_rate(capsys):
     with pytest.raises(SystemExit):
-        parse("serve-load --concurrency 1 --rate 4")
+        parse("serve-load --preset qwen3-0.6b --concurrency 1 --rate 4")
     assert "not allowed with" in capsys.readouterr().err
 
 

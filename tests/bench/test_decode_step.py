@@ -180,7 +180,6 @@ def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
         assert 0 < row["ms_per_round"] < 1e3 * row["seconds"]
         assert row["prefill_tokens_per_second"] > 0
         assert row["preemptions"] == 0
-        assert row["floor_ms"] is None  # no CPU has one
     drafted = [row for row in measured if row["method"] != "none"]
     assert all(1.8 < row["acceptance_length"] < 3.2 for row in drafted)
     assert "P-EAGLE" in capsys.readouterr().out
