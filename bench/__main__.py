@@ -13,17 +13,16 @@ device, versions, commit and command) to a file in bench/results.
 
 A round is one pass of the target, which checks the drafts, and one draft of the head. K is the
 number of drafts per round, AL (acceptance length) the number of tokens per round, concurrency the
-number of requests at once. The floor is the least time of a round: its bytes over the memory's
-bandwidth, or its operations over the peak. docs/algorithm.md has a glossary. A first try, on a CPU:
+number of requests at once. docs/algorithm.md has a glossary. A first try, on a CPU:
 
   peagle-bench acceptance --sets HumanEval --num-prompts 4 -K 7 --max-tokens 64 --out rows.jsonl
 """,
     commands={
         "acceptance": "acceptance length and rate per drafted position, by head, K and prompt set",
         "throughput": "tokens per second of plain decoding, EAGLE-3 and P-EAGLE",
-        "decode-step": "rounds of full-size models with random weights, and their floor",
+        "decode-step": "rounds of full-size models with random weights",
         "lossless": "greedy output with and without speculation, compared token by token",
-        "serve-load": "load on a server: latencies, gaps, statuses; a preset beside its engine",
+        "serve-load": "load on a server of a full-size model, and on its bare engine",
     },
     extras={"serve-load": "serve"},
     removed=dict.fromkeys(

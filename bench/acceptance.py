@@ -1,16 +1,16 @@
 """`peagle-bench acceptance`: acceptance length and per-position rates, by head, K and prompt
 set."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
 
 from bench import rows
-from bench.command import METHODS, RESULTS, Command, SweepOptions, exit_code, methods
+from bench.command import METHODS, REMOVED, RESULTS, Command, SweepOptions, exit_code, methods
 from bench.models import Models
 from bench.printed import show
-from bench.sweep import check_rounds, engines, prompt_set, runnable, sampling
+from bench.sweep import check_rounds, engines, prompts_of, sampling
 from bench.timing import drive
 from peagle_jax.config import EngineConfig
 
@@ -34,39 +34,30 @@ class Options(SweepOptions):
 
 def run(options: Options) -> int:
     """Measures, a row each, and prints them."""
-    environment = options.environment()
-    models, params = Models.load(options), sampling(options)
-    sets = [
-        prompt_set(
-            spec,
-            models.tokenizer,
-            prompt_tokens=options.prompt_tokens,
-            limit=options.num_prompts,
-            chat=models.uses_chat(options),
-        )
-        for spec in options.sets
-    ]
-    concurrency = min(options.concurrency, max(len(prompts) for _, prompts in sets))
+    environment, models, params = options.environment(), Models.load(options), sampling(options)
     config = EngineConfig(
-        max_num_seqs=concurrency,
+        max_num_seqs=options.concurrency,
         max_model_len=options.max_model_len,
         programs_folder=options.programs_folder,
-        **options.drafting(),
     )
-    chosen = [(name, *runnable(models, name, prompts, params, config)) for name, prompts in sets]
+    chosen = [
+        prompts_of(models, options, spec, config, options.num_prompts) for spec in options.sets
+    ]
+    concurrency = min(options.concurrency, max(len(prompts) for _, prompts, _ in chosen))
+    config = replace(config, max_num_seqs=concurrency)
     total = sum(len(prompts) for _, prompts, _ in chosen) * len(models.variants(options))
     done = []
     with tqdm(total=total, unit="prompt", disable=None) as bar:
-        for method, num_draft, engine in engines(models, options, config):
+        for variant, engine in engines(models, options, config):
             for name, prompts, left_out in chosen:
-                bar.set_description(f"{method} K={num_draft} {name}")
+                bar.set_description(f"{variant} {name}")
                 measured = drive(
                     engine, prompts, params, concurrency=concurrency, on_finished=bar.update
                 )
                 row = {
-                    **options.drafting_row("acceptance"),
+                    "kind": "acceptance",
                     **models.identity(
-                        options, prompts=name, variant=(method, num_draft), concurrency=concurrency
+                        options, prompts=name, variant=variant, concurrency=concurrency
                     ),
                     **measured.as_row(),
                     "prompts_left_out": left_out,
@@ -88,5 +79,5 @@ output. Acceptance depends on the text, not on the device, so a CPU is enough.
 """,
     options=Options,
     run=run,
-    removed={"ngram": "drafts that are copied from the text did not pay; leave it out"},
+    removed=REMOVED,
 )

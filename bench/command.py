@@ -253,22 +253,10 @@ class CellOptions(RowOptions):
       concurrency: requests at once
       adaptive: off: K is fixed; load: the engine chooses the drafts of each round; off,load:
         compares both
-      rounds_per_call: rounds that one call of a greedy batch runs; the engine's choice without it
-      jobs: processes that compile all programs onto disk before the first cell; each takes 2 to
-        4 GB of memory of the host
     """
 
     concurrency: tuple[int, ...] = (1, 8, 32)
     adaptive: tuple[str, ...] = adaptive()
-    rounds_per_call: int | None = None
-    jobs: int = 1
-
-    def check(self) -> None:
-        super().check()
-        if self.jobs > 1 and self.no_cache:
-            raise ConfigError(
-                "--jobs compiles programs onto disk, which --no-cache excludes: drop one"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,21 +278,14 @@ class EngineOptions(FormatOptions):
 
     Args:
       layers: the first N layers of the preset only
-      seed: seed of the weights and prompts of a preset
-      page_size: tokens per page
       prefill_chunk: tokens per prefill call
       prefill_rows: prompts per prefill call
-      small_prefills: also compile smaller prefill programs, for calls with few tokens
     """
 
     layers: int | None = None
-    seed: int = option(0, type=int)
-    page_size: int = 64
     prefill_chunk: int = 512
     prefill_rows: int = 8
-    small_prefills: bool = False
     tensor_parallel: int = 1
-    gather: str = EngineConfig.gather
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +298,6 @@ class ModelOptions(FormatOptions):
       model_name: name of the model in rows; the name of its folder without it
       methods: methods to run: none (plain decoding), eagle3, peagle
       k: numbers of drafts per round
-      quantization: quantise the target's matrices while reading
       prompt_tokens: length of prompts that are cut from plain text
     """
 
@@ -327,7 +307,6 @@ class ModelOptions(FormatOptions):
     model_name: str | None = None
     methods: tuple[str, ...] = methods(METHODS)
     k: tuple[int, ...] = (3, 5, 7)
-    quantization: Literal["fp8"] | None = None
     max_tokens: int = 128
     prompt_tokens: int = 128
 
@@ -345,30 +324,22 @@ class SweepOptions(ModelOptions):
     Args:
       chat: send prompts of JSON lines through the model's chat template; default: where --model
         has one
-      no_selector: ignore the head's selector
     """
 
     chat: bool | None = None
     max_model_len: int = 2048
     temperature: float = 0.0
     ignore_eos: bool = False
-    draft_sampling: str = EngineConfig.draft_sampling
-    verify_method: str = EngineConfig.verify_method
-    no_selector: bool = False
 
-    def drafting(self) -> dict[str, object]:
-        """Fields of `EngineConfig`."""
-        return dict(
-            draft_sampling=self.draft_sampling,
-            verify_method=self.verify_method,
-            selector=not self.no_selector,
-        )
 
-    def drafting_row(self, kind: str) -> dict[str, object]:
-        """Fields of a row: its kind, "drafting" with what differs from an engine's defaults."""
-        default = EngineConfig()
-        changed = {k: v for k, v in self.drafting().items() if v != getattr(default, k)}
-        return {"kind": "drafting" if changed else kind, **changed}
+REMOVED = {
+    "ngram": "drafts that are copied from the text did not pay; leave it out",
+    **dict.fromkeys(
+        ("draft-sampling", "verify-method", "no-selector", "quantization"),
+        "no row had it; leave it out",
+    ),
+}
+"""Options that `SweepOptions` had."""
 
 
 def check_num_drafts(some: Sequence[int]) -> None:
@@ -505,16 +476,6 @@ def check_out(out: Path) -> None:
     is_in_place = existing.is_file() if existing == out else existing.is_dir()
     if not is_in_place or not os.access(existing, os.W_OK):
         raise ConfigError(f"--out {out}: cannot be written")
-
-
-def show(
-    header: Sequence[str], lines: Sequence[Sequence[str]], out: Path, *, note: str = ""
-) -> None:
-    """Prints a table of the new rows, and the file that has them."""
-    from peagle_jax.cli import runs
-
-    print(runs.table(list(header), list(lines)))
-    print(f"{note}rows: {out}")
 
 
 def exit_code(prompts_left_out: int) -> int:

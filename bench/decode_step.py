@@ -6,23 +6,19 @@ tokens. Rounds are timed while every slot decodes; the time includes the host.
 
 import gc
 import itertools
-import os
-import statistics
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from pathlib import Path
-from typing import Literal
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from bench import roofline, rows
-from bench.cells import PLAIN, Variant, Work, cells_config, compile_all
+from bench import rows
+from bench.cells import PLAIN, Variant, cells_config
 from bench.command import (
     METHODS,
     RESULTS,
@@ -32,14 +28,13 @@ from bench.command import (
     check_num_drafts,
     check_preset,
     methods,
-    option,
 )
 from bench.models import Models, random_models
 from bench.presets import preset
 from bench.printed import show
 from bench.random_weights import num_bytes
 from bench.synthetic import Scattered, synthetic_acceptance
-from bench.timing import dispatch_times, drive
+from bench.timing import drive
 from peagle_jax.cli import runs
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.devices import first_devices
@@ -50,6 +45,9 @@ from peagle_jax.presets import PRESETS
 from peagle_jax.sampling_params import SamplingParams
 
 _DEFAULT_K = 7
+_PAGE = 64
+_PREFILLS = 3
+"""Runs of the prefill alone; a row has their median."""
 _WARM_UP_TOKENS = 24
 _MEASURED = 10**6  # number of the first request that is measured
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
@@ -63,66 +61,37 @@ class Options(CellOptions, EngineOptions):
       preset: model, of those above; NAME-fp8: in FP8 blocks
       method: methods to time
       k: numbers of drafts per round; 7 without it
-      selector: give P-EAGLE heads a selector of rank N, 256 as in trained heads; rows of the kind
-        selector-step
-      selector_kind: its kind; lattice: that of LiLiCorr
       synthetic_acceptance_length: accept as many drafts as give X tokens per round on average, 1 to
         K+1; without it a head with random weights decides, whose drafts are hardly ever accepted
       prompt_tokens: tokens per prompt
       max_tokens: new tokens per prompt
       temperature: temperature; 0: greedy, 1 spreads the tokens over many experts
-      top_k: top-k of all requests; 0: off. With it or --top-p sampled rounds are rows of the kind
-        filtered-step
-      top_p: top-p of all requests; 1: off
-      prefills: repeats of the prefill alone; the row has their median
     """
 
     preset: str
     method: tuple[str, ...] = methods(METHODS)
     k: tuple[int, ...] = ()
-    selector: int = 0
-    selector_kind: Literal["pairs", "lattice"] = "pairs"
     synthetic_acceptance_length: float | None = None
     prompt_tokens: int = 512
     max_tokens: int = 512
     temperature: float = 1.0
-    top_k: int = option(0, type=int)
-    top_p: float = 1.0
-    draft_sampling: str = EngineConfig.draft_sampling
     kv_cache_dtype: str = EngineConfig.kv_cache_dtype
-    prefills: int = 3
     out: Path = RESULTS / "decode_step.jsonl"
 
     def prefill_rows_of(self, concurrency: int) -> int:
-        """Rows of the largest prefill call: no more than requests, unless smaller calls exist."""
-        return self.prefill_rows if self.small_prefills else min(self.prefill_rows, concurrency)
-
-    @property
-    def is_repeated(self) -> bool:
-        """Whether a call runs several rounds because the command says so."""
-        return (self.rounds_per_call or 1) > 1
-
-    @property
-    def is_filtered(self) -> bool:
-        """Whether rounds draw tokens from a part of the vocabulary."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+        """Rows of the prefill call: no more than requests."""
+        return min(self.prefill_rows, concurrency)
 
     def check(self) -> None:
         super().check()
         check_num_drafts(self.k)
         check_preset(self.preset)
-        if self.selector and self.tensor_parallel > 1:
-            raise ConfigError("--selector is for rounds of one device: drop --tensor-parallel")
-        if self.is_repeated and self.temperature > 0:
-            raise ConfigError("--rounds-per-call above 1 is for greedy rounds: set --temperature 0")
 
     @property
     def params(self) -> SamplingParams:
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
             ignore_eos=True,
         )
 
@@ -184,24 +153,20 @@ def engine_of(
         num_draft=num_draft,
         adaptive=adaptive,
         max_num_seqs=most,
-        max_model_len=-(-tokens // options.page_size) * options.page_size,
-        page_size=options.page_size,
+        max_model_len=-(-tokens // _PAGE) * _PAGE,
+        page_size=_PAGE,
         prefill_chunk=options.prefill_chunk,
         prefill_rows=options.prefill_rows_of(most),
-        small_prefills=options.small_prefills,
-        draft_sampling=options.draft_sampling,
         dtype=models.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
         tensor_parallel=models.num_devices,
-        gather=options.gather,
         activations=options.activations,
-        rounds_per_call=options.rounds_per_call,
         greedy_rounds=None if options.temperature == 0 else False,
         programs_folder=options.programs_folder,
     )
     head, drafter, accept = models.heads.get(method), None, verify
     if head is not None:
-        made = models.drafter(method, num_draft, options.draft_sampling)
+        made = models.drafter(method, num_draft)
         drafter = Scattered(made, models.target.config.vocab_size, num_draft)
         if (length := options.synthetic_acceptance_length) is not None:
             accept = synthetic_acceptance(length, num_draft)
@@ -214,34 +179,9 @@ def only_greedy(options: Options, variant: Variant) -> bool:
     return options.temperature == 0 and variant.adaptive == "off"
 
 
-def work(options: Options) -> list[Work]:
-    """The engines of a command, for `compile_all`."""
-    return [
-        Work(_shaped_engine, options, (one, group), only_greedy(options, one))
-        for one in variants(options)
-        for group in groups(options)
-    ]
-
-
-def _shaped_engine(options: Options, variant: Variant, group: tuple[int, ...]) -> Engine:
-    return engine_of(_shapes(options), options, variant, group)
-
-
-@cache
-def _shapes(options: Options) -> Models:
-    methods = dict.fromkeys(variant.method for variant in variants(options))
-    return Models.random(
-        preset(options.preset, options.layers, options.selector, options.selector_kind),
-        list(methods),
-        dtype=runs.choose_dtype(options.dtype),
-        num_devices=options.tensor_parallel,
-        has_shapes_only=True,
-    )
-
-
 def _measured(options: Options, environment: dict) -> Iterator[dict]:
     """A row of each cell. One that does not fit into memory is skipped with a message."""
-    chosen = preset(options.preset, options.layers, options.selector, options.selector_kind)
+    chosen = preset(options.preset, options.layers)
     todo = variants(options)
     _ = options.params  # its mistakes show before weights are made
     if options.prompt_tokens + options.max_tokens > chosen.target.max_position:
@@ -250,27 +190,18 @@ def _measured(options: Options, environment: dict) -> Iterator[dict]:
         )
     num_cells = len(todo) * len(set(options.concurrency))
     with tqdm(total=num_cells, unit="cell", disable=None) as bar:
-        if options.jobs > 1:
-            bar.set_description("compiling")
-            compile_all(work(options), options.jobs, partial(_say, bar))
         bar.set_description("weights")
         models = random_models(
             chosen,
             list(dict.fromkeys(variant.method for variant in todo)),
             dtype=runs.choose_dtype(options.dtype),
-            seed=options.seed,
             num_devices=options.tensor_parallel,
         )
         held = num_bytes(models.target, *models.heads.values()) / 1e9
-        _say(bar, f"{chosen.name}: {held:.1f} GB of weights made in {models.seconds:.1f} s")
+        _say(bar, f"{chosen.name}: {held:.1f} GB of weights")
         for variant, group in itertools.product(todo, groups(options)):
             for row in _measure(options, models, variant, group, bar):
-                row |= environment
-                if variant.adaptive == "off" and models.num_devices == 1:
-                    head = models.heads.get(variant.method)
-                    config = None if head is None else head.config
-                    row |= roofline.fraction(row, chosen.target, config)
-                row = rows.rounded(row)
+                row = rows.rounded(row | environment)
                 _say(bar, _progress(row))
                 yield row
             gc.collect()  # the engine's cache, before the next one is made
@@ -298,6 +229,7 @@ def _measure(
             bar.set_description(f"{variant}: compiling for {', '.join(map(str, group))}")
             start = time.perf_counter()
             engine = engine_of(models, options, variant, group)
+            runs.compile_missing(engine, only_greedy=only_greedy(options, variant))
             engine.warm_up(only_greedy=only_greedy(options, variant))
             compiled = time.perf_counter() - start
             break
@@ -345,45 +277,29 @@ def _identity(options: Options, models: Models, variant: Variant, engine: Engine
         "method": method,
         "num_speculative_tokens": num_draft,
         "synthetic_acceptance_length": options.synthetic_acceptance_length if num_draft else None,
-        "draft_sampling": options.draft_sampling,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
         "engine": {name: getattr(config, name) for name in sizes},
         "weights_bytes": num_bytes(models.target, *([] if head is None else [head])),
-        "weights_seconds": models.seconds,
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
     if kind(options) != "decode-step":
         row["adaptive"] = adaptive
     if models.num_devices > 1:
         row["tensor_parallel"] = models.num_devices
         row["variant"] = "peers" if config.gather == "peers" else None
-    if options.is_filtered:
-        row |= {"top_k": options.top_k, "top_p": options.top_p}
-    if options.selector:
-        row |= {"selector_rank": options.selector, "selector_kind": options.selector_kind}
-    if options.is_repeated:
-        row["rounds_per_call"] = config.repeat
     return row
 
 
 def kind(options: Options) -> str:
     """Kind of the rows: those of other work are not part of the table of rounds at a fixed K."""
-    for name, is_asked in (
-        ("repeated-step", options.is_repeated),
-        ("parallel-step", options.tensor_parallel > 1),
-        ("selector-step", options.selector),
-        ("filtered-step", options.is_filtered),
-        ("adaptive-step", any(variant.adaptive != "off" for variant in variants(options))),
-    ):
-        if is_asked:
-            return name
-    return "decode-step"
+    if options.tensor_parallel > 1:
+        return "parallel-step"
+    return "decode-step" if options.adaptive == ("off",) else "adaptive-step"
 
 
 def prompts_of(options: Options, count: int, vocab_size: int) -> list[list[int]]:
     """Random token ids, a different prompt for each request."""
-    rng = np.random.default_rng(options.seed)
+    rng = np.random.default_rng(0)
     return rng.integers(0, vocab_size, (count, options.prompt_tokens)).tolist()
 
 
@@ -395,16 +311,14 @@ def _cell(options: Options, engine: Engine, concurrency: int) -> dict:
     run(replace(params, max_tokens=min(_WARM_UP_TOKENS, options.max_tokens)))
     if engine.policy is not None:
         run(params)  # the choice of K settles
-    prefills = [run(replace(params, max_tokens=1)).as_row() for _ in range(options.prefills)]
-    prefill = sorted(prefills, key=lambda row: row["seconds"])[options.prefills // 2]
+    prefills = [run(replace(params, max_tokens=1)).as_row() for _ in range(_PREFILLS)]
+    prefill = sorted(prefills, key=lambda row: row["seconds"])[_PREFILLS // 2]
     before = engine.scheduler.num_preemptions
     # A request without a seed has its number: equal numbers draw the same texts in all cells.
     engine.numbers = itertools.count(_MEASURED)
-    with dispatch_times(engine) as dispatches:
-        row = run(params).as_row()
+    row = run(params).as_row()
     row |= {
         "concurrency": concurrency,
-        "dispatch_us": 1e6 * statistics.median(dispatches),
         "decode_tokens_per_second": (
             1e3 * concurrency * row["acceptance_length"] / row["ms_per_round_mean"]
         ),
@@ -437,10 +351,9 @@ Times rounds of the engine with a model of a released shape. Weights are random 
 device, so no checkpoint is needed; a large model needs a GPU. In a round the target checks the
 drafts and the head makes the next ones. A cell is a method, a K (drafts per round) and a
 concurrency. Each cell adds a row: milliseconds per round at a full batch (host included), tokens
-per second, prefill, peak memory, and the floor (the least time of a round, from its bytes and
-operations). With --adaptive load the engine chooses K of each round, at most the given one
-(docs/adaptive.md); the rows of such a comparison have the kind "adaptive-step". The first example
-below is short. docs/decode-step.md explains the fields of a row.
+per second, prefill and peak memory. With --adaptive load the engine chooses K of each round, at
+most the given one (docs/adaptive.md); the rows of such a comparison have the kind "adaptive-step".
+The first example below is short. docs/decode-step.md explains the fields of a row.
 
 Presets: {textwrap.fill(", ".join(PRESETS), 100, break_on_hyphens=False)};
 with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).
@@ -448,15 +361,27 @@ with -fp8 at the end in FP8 blocks (all but GPT-OSS, which is MXFP4).
     options=Options,
     run=run,
     removed={
-        "profile": "`python -m lab.round_kernels` lists the kernels of a round",
-        "profile-rounds": "`python -m lab.round_kernels` lists the kernels of a round",
+        **dict.fromkeys(
+            ("selector", "selector-kind", "top-k", "top-p", "draft-sampling", "rounds-per-call"),
+            "no row had it; leave it out",
+        ),
+        **dict.fromkeys(
+            ("page-size", "small-prefills", "gather", "seed", "prefills"),
+            "rows have one value of it; leave it out",
+        ),
+        "jobs": "programs compile side by side by themselves; leave it out",
+        **dict.fromkeys(
+            ("profile", "profile-rounds"), "`python -m lab.round_kernels` lists a round's kernels"
+        ),
         "rows": "ragged rounds did not beat the best fixed K; leave it out",
         "weights": "weights are always random; leave it out",
         "variants": "use --method, -K and --adaptive, in a command for each",
         "presence-penalty": "no row had it; leave it out",
         "cold-start": "serve-load --preset measures the start of a server",
         "replicas": "replicas share nothing, so that each is measured alone; leave it out",
-        "synthetic-acceptance-rows": "use --synthetic-acceptance-length",
-        "synthetic-acceptance-set": "use --synthetic-acceptance-length",
+        **dict.fromkeys(
+            ("synthetic-acceptance-rows", "synthetic-acceptance-set"),
+            "use --synthetic-acceptance-length",
+        ),
     },
 )

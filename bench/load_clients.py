@@ -12,7 +12,7 @@ import signal
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Literal, Self
@@ -74,13 +74,6 @@ class Outcome:
             return 1e3 * (self.last - self.first) / rest if rest > 0 else None
         return 1e3 * ((self.first if name == "ttft" else self.last) - self.sent)
 
-    def meets(self, limits: Mapping[str, float]) -> bool:
-        """Whether the request succeeded within all limits (milliseconds by name of a latency)."""
-        latencies = {name: self.latency(name) for name in limits}
-        # A request of one token has no tpot, so it meets any tpot limit.
-        within = (latencies[name] is None or latencies[name] <= limits[name] for name in limits)
-        return self.code == "OK" and all(within)
-
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     """The 50th, 90th and 99th percentile, as "p50" and so on; None without values."""
@@ -90,12 +83,11 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return {f"p{p}": float(value) for p, value in zip(_PERCENTILES, found, strict=True)}
 
 
-def figures(outcomes: Sequence[Outcome], seconds: float, limits: Mapping[str, float]) -> dict:
+def figures(outcomes: Sequence[Outcome], seconds: float) -> dict:
     """The result fields of a row; latencies are of successful requests.
 
     Args:
       seconds: wall time from the first request to the last end.
-      limits: of `Outcome.meets`, for goodput; if empty, the row has no goodput.
     """
     good = [outcome for outcome in outcomes if outcome.code == "OK"]
     tokens = sum(outcome.num_tokens for outcome in outcomes)
@@ -111,9 +103,6 @@ def figures(outcomes: Sequence[Outcome], seconds: float, limits: Mapping[str, fl
     for name in LATENCIES:
         values = [outcome.latency(name) for outcome in good]
         row[f"{name}_ms"] = percentiles([value for value in values if value is not None])
-    if limits:
-        row["goodput_limits_ms"] = dict(limits)
-        row["goodput"] = sum(outcome.meets(limits) for outcome in outcomes) / seconds
     return row | counts.as_row()
 
 
@@ -332,23 +321,22 @@ async def _call(stub: GenerationStub, call: Call) -> Outcome:
 
 def http_body(request: pb.GenerateRequest) -> bytes:
     """A streaming request of /v1/completions that asks for the same as a request of gRPC."""
-    is_text = request.WhichOneof("prompt") == "text"
     return json.dumps(
         {
-            "prompt": request.text if is_text else list(request.tokens.ids),
+            "prompt": list(request.tokens.ids),
             "max_tokens": request.stopping.max_tokens,
             "ignore_eos": request.stopping.ignore_eos,
             "temperature": request.sampling.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "return_token_ids": _has_token_ids(request),
+            "return_token_ids": _is_greedy(request),
         }
     ).encode()
 
 
-def _has_token_ids(request: pb.GenerateRequest) -> bool:
+def _is_greedy(request: pb.GenerateRequest) -> bool:
     """Greedy texts are compared by their tokens, so their events are parsed."""
-    return request.sampling.temperature == 0 and request.WhichOneof("prompt") == "tokens"
+    return request.sampling.temperature == 0
 
 
 class _HttpConnection(asyncio.Protocol):
@@ -367,7 +355,7 @@ class _HttpConnection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         body = http_body(call.request)
         self._outcome = Outcome(sent=time.perf_counter())
-        self._reads_ids = _has_token_ids(call.request)
+        self._reads_ids = _is_greedy(call.request)
         self._buffer, self._has_head, self._ended = b"", False, loop.create_future()
         if self._transport is None:
             host, _, port = self._address.rpartition(":")

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import rows
-from bench.cells import PLAIN, Variant, Work, cells_config, compile_all, progress_bar
+from bench.cells import PLAIN, Variant, cells_config, progress_bar
 from bench.command import (
     RESULTS,
     CellOptions,
@@ -42,12 +41,12 @@ from bench.sweep import prompt_set, runnable
 from bench.timing import drive
 from peagle_jax.cli import runs
 from peagle_jax.config import ConfigError, EngineConfig
-from peagle_jax.devices import Devices
 from peagle_jax.engine.engine import Engine
-from peagle_jax.parallel.shares import check_shares
 from peagle_jax.sampling_params import SamplingParams
 
 _LISTED = 8  # differences in a row, at most
+_LEAST_PROMPTS = 4  # of a cell
+_PAGE = 64
 _COUNTED = (
     *("prompt_tokens", "rounds", "drafted", "accepted", "acceptance_length"),
     *("acceptance_per_position", "seconds"),
@@ -67,8 +66,6 @@ class Options(CellOptions, EngineOptions, ModelOptions):
         not for presets
       prompt_tokens: longest prompt of a preset, and length of prompts that are cut from text
       tokens: number of tokens to compare, of all cells together
-      min_prompts: least prompts of a cell; cells of low concurrency get fewer prompts, because they
-        are slow
     """
 
     k: tuple[int, ...] = (3, 7)
@@ -79,17 +76,12 @@ class Options(CellOptions, EngineOptions, ModelOptions):
     tokens: int = 20_000
     concurrency: tuple[int, ...] = (1, 32)
     max_tokens: int = 256
-    min_prompts: int = 4
     out: Path = RESULTS / "lossless.jsonl"
 
     def check(self) -> None:
         super().check()
         if self.preset is not None:
             check_preset(self.preset)
-        elif self.jobs > 1:
-            raise ConfigError(
-                "--jobs compiles for shapes of a preset: add --preset, or leave it out"
-            )
 
     @property
     def kind(self) -> str:
@@ -111,20 +103,20 @@ class Texts:
     left_out: int = 0
 
 
-def _random_texts(options: Options) -> Texts:
+def random_texts(options: Options) -> Texts:
     """Prompts of 1 to `--prompt-tokens` random tokens for a preset.
 
     Raises:
       ConfigError: options that exclude each other.
     """
     target = preset(options.preset, options.layers).target
-    if options.model is not None or options.drafter or options.quantization is not None:
-        raise ConfigError("--preset has random weights: drop --model, --drafter and --quantization")
+    if options.model is not None or options.drafter:
+        raise ConfigError("--preset has random weights: drop --model and --drafter")
     if options.prompt_tokens + options.max_tokens > target.max_position:
         raise ConfigError(f"{options.preset} has {target.max_position} positions; ask for fewer")
 
     def prompts(count: int) -> list[list[int]]:
-        rng = np.random.default_rng(options.seed)
+        rng = np.random.default_rng(0)
         lengths = rng.integers(1, options.prompt_tokens + 1, count)
         return [rng.integers(0, target.vocab_size, length).tolist() for length in lengths]
 
@@ -138,16 +130,15 @@ def _subject(options: Options) -> tuple[Models, Texts]:
       ConfigError: options that exclude each other, no tokenizer, or devices that cannot share.
     """
     if options.preset is not None:
-        texts = _random_texts(options)
+        texts = random_texts(options)
         models = random_models(
             preset(options.preset, options.layers),
             options.methods,
             dtype=runs.choose_dtype(options.dtype),
-            seed=options.seed,
             num_devices=options.tensor_parallel,
         )
         return replace(models, activations=options.activations), texts
-    models = Models.load(options)
+    models = Models.load(options, tensor_parallel=options.tensor_parallel)
     name, found = prompt_set(
         options.set, models.tokenizer, prompt_tokens=options.prompt_tokens, limit=None
     )
@@ -156,19 +147,11 @@ def _subject(options: Options) -> tuple[Models, Texts]:
     most = models.target.config.max_position
     config = EngineConfig(max_model_len=max(1, most - options.max_tokens + 1))
     pool, left_out = runnable(models, name, found, SamplingParams(), config)
-    devices = Devices(options.tensor_parallel)
-    for model in (models.target, *models.heads.values()):
-        check_shares(model.config, devices.count)
-    models = replace(
-        models,
-        target=devices.placed(models.target),
-        heads={method: devices.placed(head) for method, head in models.heads.items()},
-    )
     prompts = lambda count: list(itertools.islice(itertools.cycle(pool), count))
     return models, Texts(set=name, prompts=prompts, left_out=left_out)
 
 
-def _engine(
+def engine_of(
     models: Models, variant: Variant, config: EngineConfig, texts: jax.Array | None
 ) -> Engine:
     """An engine for a method and a K. `texts` are those of an `Oracle`. A choice of K is made in
@@ -206,20 +189,18 @@ def compare(options: Options, environment: dict) -> Iterator[dict]:
     Raises:
       ConfigError: there is nothing to compare, or it does not fit.
     """
-    if options.jobs > 1:
-        compile_all(work(options), options.jobs, partial(print, file=sys.stderr))
     models, source = _subject(options)
-    cells = _cells(options, list(models.heads))
-    prompts = source.prompts(_num_prompts(options, cells))
+    cells = cells_of(options, list(models.heads))
+    prompts = source.prompts(num_prompts(options, cells))
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
     reference: list[list[int]] = []
     texts = None
     shares = [_share(options, len(prompts), c) for some in cells.values() for c in some]
     with progress_bar(total=len(prompts) + sum(shares), unit="text") as bar:
-        for variant, todo in _engines(options, cells).items():
+        for variant, todo in engines_of(options, cells).items():
             bar.set_description(title := f"{variant[0]} K={variant[1]}")
             start = time.perf_counter()
-            engine = _engine(models, variant, _config(options, prompts, todo), texts)
+            engine = engine_of(models, variant, config_of(options, prompts, todo), texts)
             runs.compile_missing(engine, only_greedy=options.only_greedy)
             engine.warm_up(only_greedy=options.only_greedy)
             compiled = time.perf_counter() - start
@@ -250,43 +231,13 @@ def compare(options: Options, environment: dict) -> Iterator[dict]:
             gc.collect()  # its cache, before the next one is made
 
 
-def _engines(options: Options, cells: Cells) -> Cells:
+def engines_of(options: Options, cells: Cells) -> Cells:
     """Concurrencies of each engine; first the reference's."""
     plain = tuple(dict.fromkeys((max(options.concurrency), *cells.get(PLAIN, ()))))
     return {PLAIN: plain} | {one: todo for one, todo in cells.items() if one != PLAIN}
 
 
-def work(options: Options) -> list[Work]:
-    """The engines of a command over a preset, for `compile_all`."""
-    drafting = [method for method in options.methods if method != "none"]
-    engines = _engines(options, _cells(options, drafting))
-    return [Work(_shaped_engine, options, one, options.only_greedy) for one in engines.items()]
-
-
-@cache
-def _shapes(options: Options) -> Models:
-    models = Models.random(
-        preset(options.preset, options.layers),
-        options.methods,
-        dtype=runs.choose_dtype(options.dtype),
-        num_devices=options.tensor_parallel,
-        has_shapes_only=True,
-    )
-    return replace(models, activations=options.activations)
-
-
-def _shaped_engine(options: Options, variant: Variant, concurrencies: tuple[int, ...]) -> Engine:
-    """An engine with shapes for weights and texts."""
-    models = _shapes(options)
-    cells = _cells(options, list(models.heads))
-    prompts = _random_texts(options).prompts(_num_prompts(options, cells))
-    config = _config(options, prompts, concurrencies)
-    width = min(config.max_model_len, models.target.config.max_position)
-    texts = jax.ShapeDtypeStruct((len(prompts), width), jnp.int32)
-    return _engine(models, variant, config, texts)
-
-
-def _cells(options: Options, drafting: Sequence[str]) -> Cells:
+def cells_of(options: Options, drafting: Sequence[str]) -> Cells:
     """Concurrencies to compare; the reference is plain decoding at the largest one."""
     across = tuple(sorted(set(options.concurrency), reverse=True))
     variants = itertools.starmap(Variant, itertools.product(drafting, options.k, options.adaptive))
@@ -298,20 +249,20 @@ def _cells(options: Options, drafting: Sequence[str]) -> Cells:
     return cells
 
 
-def _num_prompts(options: Options, cells: Cells) -> int:
+def num_prompts(options: Options, cells: Cells) -> int:
     """Number of prompts that yield `--tokens` tokens to compare over all cells."""
     shares = sum(c for some in cells.values() for c in some) / max(options.concurrency)
-    return max(options.min_prompts, math.ceil(options.tokens / (options.max_tokens * shares)))
+    return max(_LEAST_PROMPTS, math.ceil(options.tokens / (options.max_tokens * shares)))
 
 
 def _share(options: Options, num_prompts: int, concurrency: int) -> int:
     """Prompts of a cell. Cells of low concurrency get fewer, or they would take most of the
     time."""
     proportional = math.ceil(num_prompts * concurrency / max(options.concurrency))
-    return min(num_prompts, max(options.min_prompts, proportional))
+    return min(num_prompts, max(_LEAST_PROMPTS, proportional))
 
 
-def _config(
+def config_of(
     options: Options, prompts: list[list[int]], concurrencies: tuple[int, ...]
 ) -> EngineConfig:
     """Sizes of an engine, equal for all cells except the number of drafts."""
@@ -320,14 +271,11 @@ def _config(
     return cells_config(
         concurrencies,
         max_num_seqs=most,
-        max_model_len=-(-longest // options.page_size) * options.page_size,
-        page_size=options.page_size,
+        max_model_len=-(-longest // _PAGE) * _PAGE,
+        page_size=_PAGE,
         prefill_chunk=options.prefill_chunk,
         prefill_rows=min(options.prefill_rows, most),
-        small_prefills=options.small_prefills,
-        rounds_per_call=options.rounds_per_call,
         tensor_parallel=options.tensor_parallel,
-        gather=options.gather,
         programs_folder=options.programs_folder,
     )
 
@@ -360,7 +308,6 @@ def _row(
     differences = [first_difference(*pair) for pair in zip(wanted, outputs, strict=True)]
     ends = [max(map(len, pair)) for pair in zip(wanted, outputs, strict=True)]
     places = [(text, place) for text, place in enumerate(differences) if place is not None]
-    several = dict(tensor_parallel=options.tensor_parallel, seed=options.seed)
     return {
         "kind": options.kind,
         "model": models.name,
@@ -368,7 +315,7 @@ def _row(
         "weights": models.weights,
         "activations": models.activations,
         "layers": models.target.config.num_layers,
-        **({} if options.tensor_parallel == 1 else several),
+        "tensor_parallel": options.tensor_parallel,
         "set": source.set,
         "method": variant.method,
         "num_speculative_tokens": variant.num_draft,
@@ -416,5 +363,13 @@ nearly every call.
 """,
     options=Options,
     run=run,
-    removed={"warm": "the tests of the prefix cache compare cached texts; leave it out"},
+    removed={
+        "warm": "the tests of the prefix cache compare cached texts; leave it out",
+        "jobs": "programs compile side by side by themselves; leave it out",
+        "quantization": "no row had it; leave it out",
+        **dict.fromkeys(
+            ("page-size", "small-prefills", "rounds-per-call", "gather", "seed", "min-prompts"),
+            "rows have one value of it; leave it out",
+        ),
+    },
 )

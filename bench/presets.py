@@ -62,28 +62,21 @@ _SHAPES = {
     "gemma-4-31b": _Shape(32, 8, 128, 21504),
 }
 _MASK_IDS = {"gpt-oss-20b": 201020, "gpt-oss-120b": 201020}
-_WEIGHTS = {"bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A model to generate; rows carry its `name`.
-
-    Attributes:
-      selector_rank, selector_kind: the selector of P-EAGLE heads; rank 0: they have none.
-    """
+    """A model to generate; rows carry its `name`."""
 
     name: str
     base: str
     target: TargetConfig
     format: Format
-    selector_rank: int = 0
-    selector_kind: Literal["pairs", "lattice"] = "pairs"
 
     @property
     def weights(self) -> str:
         """Name of the format in rows: a dtype, fp8 or mxfp4."""
-        return _WEIGHTS.get(self.format, self.format)
+        return "bfloat16" if self.format == "bf16" else self.format
 
     def head(self, method: Literal["eagle3", "peagle", "dflash"]) -> DrafterConfig:
         """The head for this target: P-EAGLE with four layers, embedding and logits of its own over
@@ -116,8 +109,6 @@ class Preset:
             own_lm_head=not is_block,
             qk_norm=is_block,
             block=BlockConfig(causal=(False,) * DFLASH_LAYERS) if is_block else None,
-            selector_rank=self.selector_rank if parallel else 0,
-            selector_kind=self.selector_kind,
         )
 
 
@@ -134,16 +125,13 @@ def names() -> list[str]:
     return found
 
 
-def preset(
-    name: str, layers: int | None = None, selector_rank: int = 0, selector_kind: str = "pairs"
-) -> Preset:
+def preset(name: str, layers: int | None = None) -> Preset:
     """A full-size model by name.
 
     Args:
       name: of `peagle_jax.presets`; with "-fp8" its linear layers are fp8 in blocks of 128 x
         128.
       layers: number of first layers to keep; the name then states it.
-      selector_rank, selector_kind: see `Preset`.
     Raises:
       ConfigError: no such preset, or it has fewer layers.
     """
@@ -153,9 +141,9 @@ def preset(
     form = "fp8" if name.endswith(PRESET_SUFFIX) else _released(base)[0]
     config = PRESETS[base]
     if layers is None or layers == config.num_layers:
-        return Preset(name, base, config, form, selector_rank, selector_kind)
+        return Preset(name, base, config, form)
     if layers > config.num_layers:
         raise ConfigError(f"--layers {layers}: {base} has {config.num_layers}")
     title = f"{name} ({layers} of {config.num_layers} layers)"
     config = with_layers(config, layers)
-    return Preset(title, base, config, form, selector_rank, selector_kind)
+    return Preset(title, base, config, form)

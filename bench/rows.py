@@ -6,17 +6,14 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
 import jax
 
-from peagle_jax.config import ConfigError
 from peagle_jax.cores import num_cores
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 DATA = HERE / "data"
 
 
@@ -77,26 +74,6 @@ def append(path: Path, row: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
-
-
-def read(paths: Iterable[Path]) -> list[dict]:
-    """All rows of some files.
-
-    Raises:
-      ConfigError: a line is not JSON, or a file cannot be read.
-    """
-    rows = []
-    for path in paths:
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-        for number, line in enumerate(lines, 1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise ConfigError(f"{path}:{number}: not JSON ({error})") from error
-    return rows
 
 
 def rounded(row: dict) -> dict:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from bench.cells import Variant
 from bench.command import ModelOptions, SweepOptions
 from bench.models import Models
 from bench.rows import DATA
@@ -20,6 +21,20 @@ from peagle_jax.text.tokenizer import Tokenizer
 
 Prompts = list[str | list[int]]
 SETS = {"HumanEval": DATA / "HumanEval.jsonl", "MT-Bench": DATA / "mt_bench.jsonl"}
+
+
+def prompts_of(
+    models: Models, options: SweepOptions, spec: str, config: EngineConfig, limit: int | None = None
+) -> tuple[str, list[list[int]], int]:
+    """The name of a prompt set, and what `runnable` says of its prompts."""
+    name, prompts = prompt_set(
+        spec,
+        models.tokenizer,
+        prompt_tokens=options.prompt_tokens,
+        limit=limit,
+        chat=models.uses_chat(options),
+    )
+    return name, *runnable(models, name, prompts, sampling(options), config)
 
 
 def runnable(
@@ -42,12 +57,13 @@ def runnable(
 
 def engines(
     models: Models, options: ModelOptions, config: EngineConfig
-) -> Iterator[tuple[str, int, Engine]]:
+) -> Iterator[tuple[Variant, Engine]]:
     """Yields warm engines one at a time, so that only one holds a cache."""
-    for method, num_draft in models.variants(options):
-        engine = models.engine(method, num_draft, config)
+    for variant in models.variants(options):
+        own = replace(config, adaptive=variant.adaptive)
+        engine = models.engine(variant.method, variant.num_draft, own)
         runs.warm_up(engine)
-        yield method, num_draft, engine
+        yield variant, engine
         del engine
         gc.collect()
 

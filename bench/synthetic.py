@@ -6,9 +6,7 @@ independent of the drafts.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import ClassVar
 
 import jax
@@ -46,22 +44,17 @@ def synthetic_acceptance(length: float, num_draft: int) -> AcceptRule:
             f"--synthetic-acceptance-length {length}: with K={num_draft} a round emits 1 to "
             f"{num_draft + 1} tokens"
         )
-    return _Rule(partial(_by_length, length), f"{_SOURCE} length {length}")
-
-
-def _by_length(length: float, uniform: jax.Array) -> jax.Array:
-    whole = math.floor(length)
-    return whole - 1 + (uniform < length - whole)
+    return _Rule(length, f"{_SOURCE} length {length}")
 
 
 @dataclass(frozen=True, eq=False)
 class _Rule:
-    """Accepts `wanted(uniform [B])` drafts, [B], as far as a row has them. It can be pickled.
+    """Accepts `length` - 1 drafts on average, as far as a row has them. It can be pickled.
 
     `program_key` tells the rules of this file apart: programs on disk belong to one of them.
     """
 
-    wanted: Callable[[jax.Array], jax.Array]
+    length: float
     program_key: str
 
     def __call__(
@@ -77,7 +70,9 @@ class _Rule:
         drawn = jnp.take_along_axis(verdict.tokens, verdict.count[:, None] - 1, axis=1)  # [B, 1]
         uniform = accept_uniforms(request_keys(params), positions[:, :1])[:, 0]
         J = drafts.shape[1]
-        n = jnp.minimum(self.wanted(uniform), jnp.minimum(params.num_draft, J))
+        whole = math.floor(self.length)
+        wanted = whole - 1 + (uniform < self.length - whole)
+        n = jnp.minimum(wanted, jnp.minimum(params.num_draft, J))
         padded = jnp.pad(drafts, ((0, 0), (0, 1)))
         tokens = jnp.where(jnp.arange(J + 1) == n[:, None], drawn, padded)
         count = (n + 1).astype(jnp.int32)

@@ -1,11 +1,10 @@
 """Runs an engine at a fixed concurrency and times its rounds."""
 
-import contextlib
 import itertools
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from peagle_jax.config import ConfigError
@@ -63,28 +62,6 @@ def is_full(engine: Engine, concurrency: int) -> bool:
     """Whether `concurrency` requests decode and no request prefills."""
     active = engine.scheduler.active
     return len(active) == concurrency and all(r.state is RequestState.RUNNING for r in active)
-
-
-@contextlib.contextmanager
-def dispatch_times(engine: Engine) -> Iterator[list[float]]:
-    """Seconds that the host takes to dispatch each round within the block.
-
-    Dispatch uploads the plan, launches the program on all devices, and starts the copy of the
-    output.
-    """
-    dispatch, spent = engine.programs.round, []
-
-    def timed(*args, **named):
-        start = time.perf_counter()
-        result = dispatch(*args, **named)
-        spent.append(time.perf_counter() - start)
-        return result
-
-    engine.programs.round = timed
-    try:
-        yield spent
-    finally:
-        del engine.programs.round  # the attribute of the instance, which hid the method
 
 
 def drive(

@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from bench import decode_step, lossless, models
 from bench.__main__ import PROGRAM
-from bench.cells import Work, compile_all
 from bench.command import Command, Options, RowFileOptions, option
+from lab.cell_programs import Work, compile_all, work_of
 from peagle_jax.config import ConfigError
 
 _LIMIT = "# at most "
@@ -122,7 +121,7 @@ def run(options: BatchOptions) -> int:
         replace(one, lines=tuple(_with_file(line, options) for line in one.lines))
         for one in parts_of(text)
     ]
-    work = [_work([_parsed(line) for line in one.lines]) for one in parts]
+    work = [[one for line in part.lines for one in work_of(_parsed(line))] for part in parts]
     left = lambda: (
         float("inf") if options.seconds is None else options.seconds + start - time.monotonic()
     )
@@ -156,17 +155,6 @@ def _parsed(line: tuple[str, ...]) -> Options:
     _, options = PROGRAM.parse(line)
     options.check()
     return options
-
-
-def _work(commands: Sequence[Options]) -> list[Work]:
-    """Engines of the commands that can compile beforehand, in their order."""
-    found: list[Work] = []
-    for options in commands:
-        if isinstance(options, decode_step.Options):
-            found += decode_step.work(options)
-        elif isinstance(options, lossless.Options) and options.preset is not None:
-            found += lossless.work(options)
-    return found
 
 
 class _Compiling:
@@ -240,7 +228,6 @@ def _say(text: str) -> None:
 
 def main(lines: Sequence[str]) -> int:
     """Runs the commands of one part in this process. Returns the largest exit code."""
-    models.keep_models()
     codes = []
     for line in lines:
         arguments = shlex.split(line)

@@ -11,6 +11,7 @@ import optax
 
 from bench import rows
 from bench.command import Command, RowOptions, option
+from lab import report
 from peagle_jax import Engine, EngineConfig, SamplingParams, logprobs
 from peagle_jax.cli import plotting
 from peagle_jax.cli.loading import load_weights
@@ -53,7 +54,7 @@ class Options(RowOptions):
 def run(options: Options) -> int:
     """Trains, a row each step, or draws the rows that are there."""
     if options.figure is not None:
-        draw(rows.read([options.out]), options.figure)
+        draw(report.read([options.out]), options.figure)
         return 0
     environment = options.environment()
     for row in follow(options):

@@ -23,9 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import acceptance, rows
-from bench.command import Command, methods, show
+from bench.cells import Variant
+from bench.command import Command, methods
 from bench.models import Models
-from bench.sweep import prompt_set, runnable, sampling
+from bench.printed import show_table
+from bench.sweep import prompts_of, sampling
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.drafter import candidate_scores
@@ -68,12 +70,12 @@ def run(options: Options) -> int:
         for law, by_k in headroom(models, texts, options).items():
             for num_draft, values in by_k.items():
                 identity = models.identity(
-                    options, prompts=name, variant=("peagle", num_draft), concurrency=_BATCH
+                    options, prompts=name, variant=Variant("peagle", num_draft), concurrency=_BATCH
                 )
                 row = {"kind": "headroom", **identity, "law": law, **values, **environment}
                 done.append(rows.rounded(row))
                 rows.append(options.out, done[-1])
-    show(["set", "law", *(f"K = {k}" for k in options.k)], _lines(done), options.out)
+    show_table(["set", "law", *(f"K = {k}" for k in options.k)], _lines(done), options.out)
     return 0
 
 
@@ -90,19 +92,12 @@ def _lines(done: list[dict]) -> list[list[str]]:
 def _written(models: Models, spec: str, options: Options) -> tuple[str, Text]:
     """A prompt set's name, and its prompts with what the target writes after them."""
     params = sampling(options)
-    name, prompts = prompt_set(
-        spec,
-        models.tokenizer,
-        prompt_tokens=options.prompt_tokens,
-        limit=options.num_prompts,
-        chat=models.uses_chat(options),
-    )
     config = EngineConfig(
         max_num_seqs=options.concurrency,
         max_model_len=options.max_model_len,
         programs_folder=options.programs_folder,
     )
-    prompts, _ = runnable(models, name, prompts, params, config)
+    name, prompts, _ = prompts_of(models, options, spec, config, options.num_prompts)
     done = models.engine("none", 0, config).generate(prompts, params)
     return name, as_text(prompts, [one.tokens for one in done])
 

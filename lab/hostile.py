@@ -11,7 +11,8 @@ from pathlib import Path
 import grpc
 
 from bench import rows
-from bench.command import Command, RowOptions, option, repeatable, show
+from bench.command import Command, RowOptions, option, repeatable
+from bench.printed import show_table
 from bench.served import Served
 from lab.attackers import Attackers
 from lab.attacks import ATTACKS
@@ -88,7 +89,7 @@ def run(options: Options) -> int:
         ]
         for row in done
     ]
-    show(header, lines, options.out, note="milliseconds: p99/max; seconds: processor time; ")
+    show_table(header, lines, options.out, note="milliseconds: p99/max; seconds: processor time; ")
     return 1 if any(row["missed"] for row in done) else 0
 
 

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from bench import rows
 from bench.command import RESULTS, Command, RowOptions, repeatable
 from bench.printed import show
-from bench.roofline import CHIPS
 from lab.kernel_jobs import Job, log_failure, side_by_side
 from lab.kernel_timing import SHORT, Program
+from lab.roofline import CHIPS
 from lab.specs import ops, specs_of, specs_on
 from pallas_kernels import dispatch
 from pallas_kernels.device import GENERATIONS, Device, describe

@@ -16,7 +16,8 @@ from pathlib import Path
 import jax
 
 from bench import rows
-from bench.command import Command, RowOptions, show
+from bench.command import Command, RowOptions
+from bench.printed import show_table
 from lab import kernels
 from lab.ladder_model import predict
 from lab.lesson import specs
@@ -43,7 +44,7 @@ def run(options: Options) -> int:
     """Measures all steps, a row each, and prints them; 1 if a step fails or is wrong."""
     header = ["step, weight, rows", "floor, us", "predicted, us", "TB/s", "measured, us", "TB/s"]
     done = list(ladder(options))
-    show([*header, "of the bandwidth"], list(map(cells, done)), options.out)
+    show_table([*header, "of the bandwidth"], list(map(cells, done)), options.out)
     return 1 if any(row["error"] for row in done) else 0
 
 

@@ -13,8 +13,8 @@ compares the predictions with measurements. They are for an H200.
 
 from dataclasses import dataclass
 
-from bench.roofline import CHIPS
 from lab.lesson.specs import TOKENS, Spec
+from lab.roofline import CHIPS
 from pallas_kernels.device import H200
 
 LAUNCH = 2.3e-6

@@ -10,14 +10,16 @@ lab/tables.toml says which rows a table has and how they look.
 import hashlib
 import json
 import re
+import statistics
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import rows
 from bench.command import RESULTS, Command, Options
-from bench.printed import PROTOCOLS, Facts, cells, derived, text_of
+from bench.presets import preset
+from bench.printed import Fields, cells, named, text_of
+from lab.roofline import CHIPS, fraction
 from peagle_jax.cli.plotting import figure_with_panels
 from peagle_jax.cli.runs import METHOD_NAMES
 from peagle_jax.config import ConfigError
@@ -38,6 +40,94 @@ _DIGEST = "Rows"
 matplotlib, the digest does not."""
 
 
+_DEFAULTS = {"kv_cache_dtype": "auto", "activations": "bf16", "adaptive": "off", "date": ""}
+"""Fields that the first rows lack."""
+PROTOCOLS = {"grpc": "gRPC", "http": "HTTP"}
+_AGGREGATES = {
+    "sum": sum,
+    "min": min,
+    "max": max,
+    "median": statistics.median,
+    "distinct": lambda values: len(set(values)),
+    "all": lambda values: ", ".join(dict.fromkeys(map(str, values))),
+}
+"""Names of facts about several rows, with the field behind them: sum_tokens."""
+_LISTED = 4  # commits in a title, at most
+
+
+def derived(row: dict) -> dict:
+    """A row with what tables say of it in words."""
+    row = _DEFAULTS | {"weights": row.get("dtype")} | row
+    made: dict[str, Any] = {"day": row["date"][:10], "close": ")"}
+    if (method := row.get("method")) in METHOD_NAMES and "num_speculative_tokens" in row:
+        k = f"K={row['num_speculative_tokens']}"
+        drafts = k if row["adaptive"] == "off" else f"K by {row['adaptive']}"
+        name = METHOD_NAMES[method]
+        made["label"] = name if method == "none" else f"{name} {drafts}"
+    if row.get("ratio_to_plain") and method == "none":
+        made["ratio_to_plain"] = None
+    if "prompts" in row:
+        made["prompt_length"] = row["prompt_tokens"] // row["prompts"]
+    if "dtype" in row:
+        others = [f"{row['weights']} weights"] * (row["weights"] != row["dtype"])
+        others += [f"{row['kv_cache_dtype']} KV cache"] * (row["kv_cache_dtype"] != "auto")
+        others += [f"{row['activations']} activations"] * (row["activations"] != "bf16")
+        made["formats"] = " with ".join([row["dtype"], *filter(None, [" and ".join(others)])])
+    if "temperature" in row:
+        greedy = row["temperature"] == 0
+        made["sampling"] = "greedy" if greedy else f"temperature {row['temperature']:g}"
+    for number, rate in enumerate(row.get("acceptance_per_position", ()), 1):
+        made[f"position_{number}"] = rate
+    if row["kind"] == "served":
+        made["protocol_name"] = PROTOCOLS[row["protocol"]]
+        made["load"] = _load(row)
+        made["memory"] = ", ".join(
+            f"{one['role']} {one['resident_mib']:,.0f} MiB" for one in row.get("processes", ())
+        )
+    if row.get("approximate"):
+        made["about"] = "about "
+    return row | named(row) | made | _floor(row)
+
+
+def _floor(row: dict) -> dict:
+    """What `roofline.fraction` says of a round of a preset; old rows have it."""
+    if row["kind"] != "decode-step" or row["device"] not in CHIPS or "floor_ms" in row:
+        return {}
+    chosen = preset(row["model"].partition(" ")[0], row["layers"])
+    head = None if row["method"] == "none" else chosen.head(row["method"])
+    return fraction(row, chosen.target, head)
+
+
+def _load(row: dict) -> str:
+    if row["rate"] is not None:
+        return f"{row['rate']:g} requests/s"
+    seconds = f", mixed lengths for {row['duration']} s" if row.get("duration") else ""
+    several = f", {row['api_processes']} API processes" if row["api_processes"] > 1 else ""
+    return f"{row['concurrency']} requests{seconds}{several}"
+
+
+class Facts(Fields):
+    """Fields of the newest of some rows, and facts about all of them, by name: see `_AGGREGATES`;
+    `count`, and `provenance`, their versions, commits and day."""
+
+    def __init__(self, some: Sequence[dict]):
+        super().__init__(max(some, key=lambda row: row["date"]))
+        self._rows = some
+
+    def __missing__(self, name: str) -> Any:
+        if name == "count":
+            return len(self._rows)
+        if name == "provenance":
+            many = self["distinct_sha"] > _LISTED
+            commits = f"{self['distinct_sha']} commits up to" if many else "commit"
+            shown = self["sha"] if many else self["all_sha"]
+            return f"jax {self['all_jax']}, {commits} {shown}, {self['day']}"
+        aggregate, _, field = name.partition("_")
+        by_date = sorted(self._rows, key=lambda row: row["date"])
+        values = [row[field] for row in by_date if row.get(field) is not None]
+        return _AGGREGATES[aggregate](values) if values and aggregate in _AGGREGATES else None
+
+
 def run(options: Options) -> int:
     """Writes the tables and the plot. No page is written unless all can be drawn."""
     measured = stored()
@@ -51,7 +141,27 @@ def run(options: Options) -> int:
 
 def stored() -> list[dict]:
     """The newest rows of bench/results."""
-    return newest(rows.read(sorted(RESULTS.glob("*.jsonl"))))
+    return newest(read(sorted(RESULTS.glob("*.jsonl"))))
+
+
+def read(paths: Iterable[Path]) -> list[dict]:
+    """All rows of some files.
+
+    Raises:
+      ConfigError: a line is not JSON, or a file cannot be read.
+    """
+    rows = []
+    for path in paths:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        for number, line in enumerate(lines, 1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ConfigError(f"{path}:{number}: not JSON ({error})") from error
+    return rows
 
 
 def marked(text: str) -> list[str]:
@@ -137,7 +247,7 @@ def _groups(some: Sequence[dict], fields: Sequence[str]) -> list[list[dict]]:
 
 def _lines(table: dict, some: list[dict]) -> str:
     groups = _groups(some, table["by"]) if "by" in table else [[row] for row in some]
-    return markdown(*cells(table["columns"], groups))
+    return markdown(*cells(table["columns"], [Facts(group) for group in groups]))
 
 
 def _grid(table: dict, some: list[dict]) -> str:

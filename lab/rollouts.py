@@ -282,7 +282,6 @@ def rollouts(options: Options) -> Iterator[dict]:
             programs_folder=options.programs_folder,
             dtype=models.dtype,
             activations=models.activations,
-            **options.drafting(),
         )
     )
     chat = models.uses_chat(options)
@@ -292,8 +291,8 @@ def rollouts(options: Options) -> Iterator[dict]:
     pool, _ = runnable(models, name, pool, sampling(options), config)
     plain: dict[int, float] = {}
     for variant in models.variants(options):
-        method, num_draft = variant
-        own = replace(config, num_draft=num_draft)
+        method = variant.method
+        own = replace(config, num_draft=variant.num_draft)
         engine = Engine(models.target, models.heads.get(method), own, tokenizer=models.tokenizer)
         runs.warm_up(engine)
         for count in options.concurrency:
@@ -301,7 +300,6 @@ def rollouts(options: Options) -> Iterator[dict]:
             if method == "none":
                 plain[count] = row["tokens_per_second"]
             yield {
-                **options.drafting_row("rollouts"),
                 "kind": "rollouts",
                 **models.identity(options, prompts=name, variant=variant, concurrency=count),
                 "answers": options.answers,

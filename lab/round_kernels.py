@@ -189,10 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.check()
     variants = decode_step.variants(options)
     models = Models.random(
-        preset(options.preset, options.layers, options.selector),
+        preset(options.preset, options.layers),
         [variant.method for variant in variants],
         dtype=runs.choose_dtype(options.dtype),
-        seed=options.seed,
         num_devices=options.tensor_parallel,
     )
     code = 0

@@ -15,7 +15,8 @@ import grpc
 import numpy as np
 
 from bench import rows
-from bench.command import Command, show
+from bench.command import Command
+from bench.printed import show_table
 from bench.served import Served, ServerOptions, processes, wait_for_programs
 from lab.raw_connections import Address, connected, head, status
 from lab.watch import num_descriptors
@@ -248,7 +249,7 @@ def run(options: Options) -> int:
         ]
         for one in row["processes"]
     ]
-    show(header, lines, options.out, note=f"{'/'.join(MOMENTS)}; ")
+    show_table(header, lines, options.out, note=f"{'/'.join(MOMENTS)}; ")
     print(f"tokens a round: {row['acceptance']}; left when idle: {row['left']}")
     for kind, answers in row["answers"].items():
         print(f"{kind:20} {answers}")

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 
 from bench import rows
-from bench.command import Command, RowOptions, check_preset, list_of_positive, option, show
+from bench.command import Command, RowOptions, check_preset, list_of_positive, option
 from bench.models import Models
 from bench.presets import preset
+from bench.printed import show_table
 from peagle_jax.config import ConfigError
 from peagle_jax.devices import Devices
 from peagle_jax.models.weight_order import order_weights
@@ -61,7 +62,7 @@ def run(options: Options) -> int:
         rows.append(options.out, found[-1])
     names = ("length", "tokens", "pieces", "ms", "tokens_per_s", "peak_gib", "planned_gib", "error")
     lines = [[str(one.get(name, "")) for name in names] for one in found]
-    show(list(names), lines, options.out)
+    show_table(list(names), lines, options.out)
     return 0
 
 

@@ -18,6 +18,7 @@ from bench.rows import DATA
 from lab import batch
 from lab.__main__ import main
 from lab.batch import BatchOptions, Part, parts_of
+from lab.cell_programs import Shapes
 from peagle_jax.config import ConfigError
 from peagle_jax.parallel.shares import check_shares
 from serving.sources import resolve
@@ -28,7 +29,7 @@ LAB_DATA = Path(batch.__file__).parent / "data"
 TWO_GPUS = LAB_DATA / "two_gpus.txt"
 ONE_GPU = LAB_DATA / "one_gpu.txt"
 SERVED = DATA / "served.txt"
-TINY_SIZES = "--method peagle -K 2 --temperature 0 --prompt-tokens 24 --max-tokens 24 --prefills 1"
+TINY_SIZES = "--method peagle -K 2 --temperature 0 --prompt-tokens 24 --max-tokens 24"
 ROOT = Path(__file__).parents[2]
 
 
@@ -150,7 +151,7 @@ def test_an_early_process_begins_while_others_compile(tmp_path, monkeypatch, fai
 @cache
 def bytes_of(name: str) -> int:
     """Weights of a preset and its head, by their shapes."""
-    made = models.Models.random(preset(name), ["peagle"], dtype="bfloat16", has_shapes_only=True)
+    made = Shapes.of(preset(name), ["peagle"], dtype="bfloat16")
     leaves = jax.tree.leaves((made.target, made.heads))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -167,9 +168,9 @@ def test_the_commands_for_two_gpus_fit_and_divide():
             check_shares(config, size)
         held = bytes_of(options.preset)
         assert held / size < 0.9 * share * memory_bytes, options.preset
-        assert batch._work([options])
+        assert batch.work_of(options)
         if isinstance(options, lossless.Options):
-            assert lossless._config(options, [[1]], (8,)).tensor_parallel == size
+            assert lossless.config_of(options, [[1]], (8,)).tensor_parallel == size
     assert all(part.seconds for part in parts)  # none can take the time of all
     assert [part.is_early for part in parts].index(False) == 1
 
@@ -178,7 +179,7 @@ def test_the_commands_for_one_gpu_name_what_exists():
     parts = parts_of(ONE_GPU.read_text())
     assert all(part.seconds for part in parts)
     for options in [batch._parsed(line) for part in parts for line in part.lines]:
-        assert batch._work([options])
+        assert batch.work_of(options)
 
 
 def test_the_commands_for_served_models_end_in_time_and_keep_the_options_of_the_server(tmp_path):
@@ -202,15 +203,13 @@ def test_the_next_command_of_a_process_finds_the_weights(monkeypatch):
         "random",
         lambda *given, **rules: made.append(given) or len(made),
     )
-    rules = dict(dtype="float32", seed=0)
+    rules = dict(dtype="float32")
     find = lambda count=1: models.random_models(
         preset("qwen3-0.6b"), ["none", "peagle"], num_devices=count, **rules
     )
-    assert [find(), find()] == [1, 2]  # without `keep_models` nothing stays in memory
-    monkeypatch.setattr(models, "_kept", None)
-    models.keep_models()
-    assert [find(), find()] == [3, 3]
-    assert [find(2), find()] == [4, 5]  # the last ones only
+    monkeypatch.setattr(models, "_kept", {})
+    assert [find(), find()] == [1, 1]
+    assert [find(2), find()] == [2, 3]  # the last ones only
 
 
 @pytest.mark.exhaustive

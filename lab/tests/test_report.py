@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from bench.printed import Facts
 from lab import report
 from peagle_jax.config import ConfigError
 from tests.test_pages import PAGES
@@ -124,10 +123,10 @@ def test_every_field_of_a_table_is_one_that_rows_have():
     for name, table in report.TABLES.items():
         chosen = report.chosen_rows(name, report.stored())
         assert chosen, name
-        facts = Facts(chosen)
+        facts = report.Facts(chosen)
         for part in re.findall(r"{(\w+)", json.dumps(table)):
             if part not in ("about", "served_over_bare"):
-                assert any(Facts([row])[part] is not None for row in chosen) or (
+                assert any(report.Facts([row])[part] is not None for row in chosen) or (
                     facts[part] is not None
                 ), (name, part)
 

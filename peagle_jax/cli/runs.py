@@ -8,7 +8,7 @@ import logging
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -265,12 +265,14 @@ def load_methods(
     tensor_parallel: int = 1,
     activations: str = "bf16",
     lora: str | None = None,
+    methods: Collection[str] = METHOD_NAMES,
 ) -> tuple[Decoder, dict[str, DraftHead], Tokenizer | None]:
     """A target and its heads by method, "eagle3" before "peagle".
 
     Args:
       model: Hugging Face folder; None is the embedded model with its own heads.
       drafters: head folders; none: those that ship for the target.
+      methods: names of the heads that are wanted; others that ship are not read.
       dtype, quantization, taps, tensor_parallel, activations, lora: as in
         `loading.load_weights`.
 
@@ -283,10 +285,11 @@ def load_methods(
         model, None, method="none", activations=activations, lora=lora, **rules
     )
     if not drafters:
-        embedded_heads = map(embedded, EMBEDDED_HEADS)
-        drafters = list(
-            embedded_heads if model is None else shipped_heads(local_folder(model)).values()
-        )
+        if model is None:
+            shipped = {method: embedded(method) for method in EMBEDDED_HEADS}
+        else:
+            shipped = shipped_heads(local_folder(model))
+        drafters = [folder for method, folder in shipped.items() if method in methods]
     heads: dict[str, DraftHead] = {}
     for folder in drafters:
         head = load_head(folder, target.config, dtype=dtype, taps=taps, devices=devices)

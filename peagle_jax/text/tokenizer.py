@@ -3,9 +3,8 @@
 import codecs
 import contextlib
 import json
-import threading
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -20,12 +19,6 @@ from peagle_jax.word_patterns import RELEASED, patterns_of
 Ending = Literal["reply", "continued", "closed"]
 """See `Tokenizer.chat_text`."""
 
-_IMPORT_LOCK = threading.Lock()
-"""Serialises the import of transformers: concurrent imports see a partially initialised module."""
-
-
-_SEARCH_SECONDS = 0.05
-
 
 def _read_settings(path: Path) -> dict:
     """tokenizer_config.json, checked at load time: transformers reads it only at the first chat
@@ -39,23 +32,6 @@ def _read_settings(path: Path) -> dict:
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: not a JSON object")
     return settings
-
-
-class _TimedRegex:
-    """The library `regex`, or a pattern of it, whose searches have a limit of time: patterns are a
-    model author's."""
-
-    def __init__(self, pattern=None):
-        self._pattern = pattern
-
-    def __getattr__(self, name: str):
-        import regex  # with transformers
-
-        thing = getattr(regex if self._pattern is None else self._pattern, name)
-        if name == "compile":
-            return lambda *given: _TimedRegex(thing(*given))
-        is_search = name in ("search", "match", "fullmatch", "finditer", "sub")
-        return partial(thing, timeout=_SEARCH_SECONDS) if is_search else thing
 
 
 class Tokenizer:
@@ -88,7 +64,6 @@ class Tokenizer:
         self._hidden = frozenset(token for token, one in added.items() if one.special)
         self._bytes = {frozenset(): TokenBytes(self._compute_bytes)}
         """Tables by the special tokens that they spell."""
-        self._compiled_template = None
         self._template = ChatTemplate(self.folder)
         self._opening = self._backend.encode("").ids[:1]
 
@@ -276,35 +251,6 @@ class Tokenizer:
         if self.template_source:
             settings.setdefault("chat_template", self.template_source)
         return {"tokenizer_class": "PreTrainedTokenizerFast"} | settings
-
-    @property
-    def response_template(self) -> dict | None:
-        """The model's own description of its replies, for transformers' ResponseParser; None
-        without one."""
-        given = self._settings.get("response_template")
-        return given if isinstance(given, dict) else None
-
-    def response_parser(self, prompt: str):
-        """Transformers' ResponseParser of the `response_template`, after a prompt.
-
-        Raises:
-          ValueError: the template is not valid.
-
-        The parser raises TimeoutError where one search of a pattern takes more than
-        `_SEARCH_SECONDS`.
-        """
-        with _IMPORT_LOCK:
-            from transformers.utils.chat_parsing import (
-                ResponseParser,
-                content_parsers,
-                response_templates,
-            )
-            from transformers.utils.chat_parsing.response_templates import load_response_template
-
-            content_parsers.re = response_templates.re = _TimedRegex()
-        if self._compiled_template is None:
-            self._compiled_template = load_response_template(self.response_template)
-        return ResponseParser(self._compiled_template, prefix=prompt)
 
 
 class Detokenizer:

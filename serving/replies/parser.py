@@ -8,14 +8,12 @@ from peagle_jax.config import ConfigError
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.structured import Structured
 from peagle_jax.text.tokenizer import TextStream, Tokenizer
-from serving.errors import Code, ServiceError
 from serving.harmony import HarmonyIds, HarmonyParser
 from serving.replies.arguments import Tools
 from serving.replies.forced import harmony_calls
 from serving.replies.formats import FORMATS, Format, detected
 from serving.replies.marked import MarkedText
 from serving.replies.parts import ReplyParser, ReplyPart
-from serving.replies.template import TemplateText
 
 _TAIL = 2048
 """Tokens of the prompt's end that show where in a reply it ends."""
@@ -37,7 +35,7 @@ class PlainParser:
 class DecodedParser:
     """A parser of text, fed with tokens."""
 
-    def __init__(self, text: TextStream, parser: MarkedText | TemplateText):
+    def __init__(self, text: TextStream, parser: MarkedText):
         self._text, self._parser = text, parser
 
     def add(self, tokens: Sequence[int]) -> ReplyPart:
@@ -69,8 +67,8 @@ class Replies:
 
     Args:
       tokenizer: None if the model is served without one.
-      choice: name of a format, "harmony", "none", or "auto": the tokenizer's own
-        `response_template`, else the format whose signs the chat template has.
+      choice: name of a format, "harmony", "none", or "auto": the format whose signs the chat
+        template has.
       end_ids: the model's end-of-sequence ids.
 
     Attributes:
@@ -94,14 +92,16 @@ class Replies:
     @property
     def has_reasoning(self) -> bool:
         """Whether replies may have reasoning."""
-        is_other = self._channels is not None or self.name == "response_template"
-        return is_other or (self._format is not None and self._format.reasoning is not None)
+        if self._channels is not None:
+            return True
+        return self._format is not None and self._format.reasoning is not None
 
     @property
     def has_calls(self) -> bool:
         """Whether replies may have tool calls."""
-        is_other = self._channels is not None or self.name == "response_template"
-        return is_other or (self._format is not None and bool(self._format.readers))
+        if self._channels is not None:
+            return True
+        return self._format is not None and bool(self._format.readers)
 
     def calls(
         self,
@@ -135,11 +135,7 @@ class Replies:
         return frozenset() if tokenizer is None else tokenizer.shown(params, self._end_ids)
 
     def parsers(self, reply: Reply) -> Callable[[], ReplyParser | None]:
-        """A function that returns a new parser for each sequence; None without a tokenizer.
-
-        Raises:
-          ServiceError: FAILED_PRECONDITION; the tokenizer's own template is not valid.
-        """
+        """A function that returns a new parser for each sequence; None without a tokenizer."""
         tokenizer, params = self._tokenizer, reply.params
         if tokenizer is None:
             return lambda: None
@@ -154,24 +150,12 @@ class Replies:
         if self._channels is not None:
             return partial(HarmonyParser, tokenizer, params.stop, self._channels, tools, **stops)
         prompt = tokenizer.spell(reply.prompt[-_TAIL:])
-        if self._format is None:
-            new_text = partial(_template_text, tokenizer, prompt, tools)
-            new_text()  # an error of the template belongs to the request, not to its output
-        else:
-            opening = (self._format.reasoning or ("",))[0].rstrip()
-            is_reasoning = bool(opening) and prompt.rstrip().endswith(opening)
-            new_text = partial(MarkedText, self._format, tools=tools, is_reasoning=is_reasoning)
+        opening = (self._format.reasoning or ("",))[0].rstrip()
+        is_reasoning = bool(opening) and prompt.rstrip().endswith(opening)
+        new_text = partial(MarkedText, self._format, tools=tools, is_reasoning=is_reasoning)
         return lambda: DecodedParser(new_stream(self._shown), new_text())
 
     def _choose(self, tokenizer: Tokenizer, choice: str) -> None:
-        own = tokenizer.response_template
-        if choice == "auto" and own is not None:
-            self.name = "response_template"
-            # A text ends after its last token, so the parser needs that token only where the
-            # template names it.
-            hidden = {one for one in self._end_ids if tokenizer.name_of(one) not in str(own)}
-            self._shown = tokenizer.special_ids - hidden
-            return
         if choice in ("auto", "harmony"):
             self._channels = HarmonyIds.of(tokenizer)
             if self._channels is not None:
@@ -186,18 +170,3 @@ class Replies:
             self.name = self._format.name
             ids = map(tokenizer.special_id, self._format.special)
             self._shown = frozenset(one for one in ids if one is not None)
-
-
-def _template_text(tokenizer: Tokenizer, prompt: str, tools: Tools | None) -> TemplateText:
-    try:
-        tokenizer.response_parser("")
-    except Exception as error:  # a template is a file of the model's author
-        raise ServiceError(
-            Code.FAILED_PRECONDITION,
-            f"the model's response_template cannot be used ({error}); its operator may choose "
-            "--reply-format",
-        ) from error
-    try:
-        return TemplateText(tokenizer.response_parser, prompt, tools=tools)
-    except Exception:  # the prompt is not what the template expects: parse the reply alone
-        return TemplateText(tokenizer.response_parser, "", tools=tools)

@@ -92,7 +92,7 @@ def test_options_are_typed_and_have_their_defaults():
     assert parse("decode-step --preset llama-3.1-8b -K 3 7") == DecodeStepOptions(
         preset="llama-3.1-8b", k=(3, 7)
     )
-    assert parse("serve-load --goodput ttft:500 tpot:50").limits == {"ttft": 500.0, "tpot": 50.0}
+    assert parse("serve-load --preset qwen3-0.6b --rate 4,8").rate == (4.0, 8.0)
 
 
 def test_rows_that_cannot_be_written_are_refused_before_anything_runs(tmp_path, capsys):
@@ -108,11 +108,6 @@ def test_rows_that_cannot_be_written_are_refused_before_anything_runs(tmp_path, 
 def test_an_unknown_preset_is_refused_before_anything_runs(command):
     with pytest.raises(ConfigError, match="unknown preset 'gpt-9'"):
         parse(f"{command} --preset gpt-9").check()
-
-
-def test_sampled_rounds_are_not_repeated_in_a_call():
-    with pytest.raises(ConfigError, match="set --temperature 0"):
-        parse("decode-step --preset qwen3-0.6b --rounds-per-call 2").check()
 
 
 def test_a_removed_command_says_where_it_is(capsys):

@@ -129,7 +129,7 @@ def tiny_presets(monkeypatch):
     monkeypatch.setattr(EngineConfig, "batch_buckets", one_bucket)
 
 
-TINY = ["--layers", "1", "--page-size", "8", "--prefill-chunk", "16", "--prompt-tokens", "20"]
+TINY = ["--layers", "1", "--prefill-chunk", "16", "--prompt-tokens", "20"]
 
 
 @pytest.mark.slow
@@ -156,39 +156,18 @@ def test_decode_step_measures_every_cell(tiny_presets, tmp_path, capsys):
         full = row["full_tokens_per_second"] * row["ms_per_round_mean"] / 1e3
         assert full == pytest.approx(3 * row["acceptance_length"], rel=0.3)
         assert 0 < row["ms_per_round"] < 1e3 * row["seconds"]
-        assert 0 < row["dispatch_us"] < 1e6 * row["seconds"] / row["timed_rounds"]
         assert row["prefill_tokens_per_second"] > 0
         assert row["preemptions"] == 0
-        assert row["floor_ms"] is None  # no CPU has one
     drafted = [row for row in measured if row["method"] != "none"]
     assert all(1.8 < row["acceptance_length"] < 3.2 for row in drafted)
     assert "P-EAGLE" in capsys.readouterr().out
 
 
-@pytest.mark.sampled(0, slow=3)
-@pytest.mark.parametrize(
-    ("given", "kind", "field"),
-    [
-        (["--top-k", "5", "--top-p", "0.8"], "filtered-step", {"top_k": 5, "top_p": 0.8}),
-        (["--selector", "8"], "selector-step", {"selector_rank": 8}),
-        (
-            ["--selector", "8", "--selector-kind", "lattice"],
-            "selector-step",
-            {"selector_kind": "lattice"},
-        ),
-        (["--temperature=0", "--rounds-per-call=2"], "repeated-step", {"rounds_per_call": 2}),
-    ],
-)
-def test_rounds_of_other_work_are_rows_of_a_kind_of_their_own(
-    tiny_presets, tmp_path, given, kind, field
-):
-    out = tmp_path / "rows.jsonl"
-    argv = ["--preset", "tiny", *TINY, "--out", str(out), "--no-cache", "--sha", "abc", "-K", "3"]
-    argv += ["--method", "peagle", *given, "--concurrency", "2", "--max-tokens", "24"]
-    assert main(["decode-step", *argv, "--synthetic-acceptance-length", "2.5"]) == 0
-    row = json.loads(out.read_text())
-    assert (field | {"kind": kind}).items() <= row.items()
-    assert row["timed_rounds"] > 0
+def test_rounds_of_other_work_are_rows_of_a_kind_of_their_own():
+    of = lambda **fields: decode_step.kind(Options(preset="tiny", **fields))
+    assert of() == "decode-step"
+    assert of(adaptive=("off", "load")) == "adaptive-step"
+    assert of(tensor_parallel=2) == "parallel-step"
 
 
 def test_an_engine_compiles_only_the_batch_sizes_of_its_cells():
@@ -203,20 +182,6 @@ def test_a_flag_that_is_removed_is_refused_with_the_reason(capsys):
     with pytest.raises(SystemExit):
         main(["decode-step", "--rows", "1,2", "3"])
     assert "--rows is removed: ragged rounds did not beat" in capsys.readouterr().err
-
-
-@pytest.mark.sampled(0, slow=1)
-@pytest.mark.parametrize(("devices", "method"), [(1, ["none"]), (2, ["peagle", "-K", "2"])])
-def test_programs_that_jobs_compiled_are_not_traced_again(
-    tiny_presets, tmp_path, compiled_here, devices, method
-):
-    argv = ["--preset", "tiny", *TINY, "--out", str(tmp_path / "rows.jsonl"), "--sha", "abc"]
-    argv += ["--method", *method, "--concurrency", "2", "--max-tokens", "8"]
-    argv += ["--jobs", "2", "--prefills", "1", "--tensor-parallel", str(devices)]
-    assert main(["decode-step", *argv]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [row["method"] for row in rows] == method[:1]
-    assert len(compiled_here) == 3  # prefill, rounds, controls
 
 
 def test_messages_name_a_variant_as_rows_do():
@@ -244,7 +209,6 @@ def test_cells_that_do_not_fit_are_skipped(tiny_presets, tmp_path, monkeypatch, 
 MISTAKES = {
     "--preset gpt-5": "known are",
     "--preset qwen3-0.6b -K 99": "above 32",
-    "--preset qwen3-0.6b --jobs 2": "--no-cache excludes",
     "--preset qwen3-0.6b --layers 99": "has 28",
     "--preset qwen3-0.6b -K 2 --synthetic-acceptance-length 3.5": "1 to 3",
     "--preset qwen3-0.6b --method none --synthetic-acceptance-length 2": "a method that drafts",

@@ -216,87 +216,36 @@ def outcome(code: str = "OK", *, ttft: float = 0.1, per_token: float = 0.01, tok
     return Outcome(code=code, tokens=[5] * tokens, acceptance=pb.Acceptance(**counts), **times)
 
 
-def test_figures_are_of_what_ended_well_and_goodput_of_what_was_in_time():
+def test_figures_are_of_what_ended_well():
     slow, late = outcome(per_token=0.1), outcome(ttft=0.6)
     cancelled = outcome("CANCELLED", ttft=9.0, tokens=3)
     refused = Outcome(sent=100.0, code="RESOURCE_EXHAUSTED")
-    limits = {"ttft": 500.0, "tpot": 50.0}
-    row = figures([outcome(), outcome(), slow, late, cancelled, refused], 2.0, limits)
+    row = figures([outcome(), outcome(), slow, late, cancelled, refused], 2.0)
     assert row["codes"] == {"CANCELLED": 1, "OK": 4, "RESOURCE_EXHAUSTED": 1}
     assert (row["requests"], row["tokens"]) == (6, 47)
     assert row["tokens_per_second"] == 23.5
     assert row["requests_per_second"] == 2.0
-    assert row["goodput"] == 1.0
     assert row["ttft_ms"]["p99"] < 1000  # not of the cancelled one
     assert row["acceptance_length"] == pytest.approx(10 / 5)
     assert row["acceptance_per_position"] == [0.8, 0.4, 0.0]
-    assert "goodput" not in figures([outcome()], 1.0, {})
 
 
-@pytest.fixture
-def options() -> Options:
-    return Options(seed=3, max_tokens=8, ignore_eos=True)
-
-
-def test_arrivals_are_poisson_from_the_seed(options):
-    made = calls(options, ["a", [5, 6]], 2000, rate=50.0)
-    again = calls(options, ["a", [5, 6]], 2000, rate=50.0)
+def test_arrivals_are_poisson_from_the_seed():
+    options = Options(preset="qwen3-0.6b", seed=3, max_tokens=8)
+    made = calls(options, [[7], [5, 6]], 2000, rate=50.0)
+    again = calls(options, [[7], [5, 6]], 2000, rate=50.0)
     assert [call.start for call in made] == [call.start for call in again]
     gaps = np.diff([call.start for call in made])
     assert gaps.min() > 0
     assert gaps.mean() == pytest.approx(1 / 50, rel=0.1)
     assert gaps.std() == pytest.approx(1 / 50, rel=0.15)  # an exponential's, as its mean
-    assert made[0].request.text == "a"
     assert list(made[1].request.tokens.ids) == [5, 6]
-
-
-@pytest.fixture
-def tiny_server(folders, monkeypatch, tmp_path):
-    """Options that make `serve-load` start a server of the tiny model."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    sizes = ["--max-model-len", "256", "--prefill-chunk", "16", "--num-speculative-tokens", "3"]
-    return ["--", *folders.options(), *sizes]
-
-
-@pytest.mark.exhaustive
-def test_a_load_ends_every_request(tiny_server, tmp_path, capsys):
-    out = tmp_path / "rows.jsonl"
-    argv = (
-        "--concurrency 1,2 --set random --prompt-tokens 20 --max-tokens 16 --num-requests 40"
-        " --goodput ttft:60000 --ignore-eos --sha abc"
-        f" --no-cache --out {out}"
-    ).split()
-    assert main(["serve-load", *argv, *tiny_server]) == 0
-    found = read(out)
-    assert [one["concurrency"] for one in found] == [1, 2]
-    for one in found:
-        assert (one["kind"], one["model"], one["method"]) == ("serve-load", "target", "peagle")
-        assert (one["num_speculative_tokens"], one["max_num_seqs"]) == (3, 2)
-        assert (one["codes"], one["tokens"]) == ({"OK": 40}, 40 * 16)
-        assert 0 < one["ttft_ms"]["p50"] <= one["e2e_ms"]["p50"]
-        assert one["goodput"] == pytest.approx(one["requests_per_second"])
-        assert one["acceptance_length"] >= 1
-    assert "40 OK" in capsys.readouterr().out
-
-
-MISTAKES = {
-    "needs a --preset": ["--layers", "3"],
-    "leave out --address": ["--preset", "qwen3-0.6b", "--address", "127.0.0.1:1"],
-    "unknown preset": ["--preset", "qwen9"],
-    "drop --address": ["--address", "localhost:1", "--", "--max-num-seqs", "4"],
-    "no answer from peagle.v1.Generation": ["--address", "127.0.0.1:1"],
-    "http is for a server": ["--address", "127.0.0.1:1", "--protocols", "http"],
-}
-
-
-@pytest.mark.parametrize("message", MISTAKES)
-def test_mistakes_are_one_line(tmp_path, capsys, message):
-    out = ["--out", str(tmp_path / "rows.jsonl"), "--sha", "abc", "--no-cache"]
-    assert main(["serve-load", *out, *MISTAKES[message]]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path, capsys):
     out = ["--out", str(tmp_path / "rows.jsonl"), "--sha", "abc", "--no-cache"]
-    assert main(["serve-load", *out, "--", "--model", str(tmp_path / "nowhere")]) == 2
+    assert main(["serve-load", *out, "--preset", "qwen9"]) == 2
+    assert "unknown preset" in capsys.readouterr().err
+    argv = ["--preset", "qwen3-0.6b", *out, "--", "--model", str(tmp_path / "nowhere")]
+    assert main(["serve-load", *argv]) == 2
     assert "nowhere" in capsys.readouterr().err

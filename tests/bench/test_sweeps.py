@@ -91,7 +91,7 @@ def test_prompts_that_cannot_run_are_left_out_and_counted(
         "throughput": ["--set", few_prompts, "--methods", "none", "--concurrency", "1"],
         "lossless": [
             *("--set", few_prompts, "--methods", "none", "--concurrency", "1,2"),
-            *("--tokens", "16", "--min-prompts", "2"),
+            *("--tokens", "16"),
         ],
     }
     fixed = options(folders, out)

@@ -11,14 +11,12 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as TEMPL
 from transformers.utils.chat_parsing import ResponseParser
 
 from peagle_jax.options import options_of
-from serving.errors import ServiceError
 from serving.replies.arguments import Tools
 from serving.replies.formats import FORMATS, NAMES, detected
 from serving.replies.lexer import Lexer
 from serving.replies.marked import MarkedText
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ReplyPart, ToolCall
-from serving.replies.template import TemplateText
 from serving.settings import Settings
 from tests.serving.scripted import make_tokenizer
 
@@ -267,26 +265,12 @@ def test_text_comes_as_soon_as_it_is_certain():
 def test_transformers_own_templates_agree(family, form, case):
     template = next(one for names, one in TEMPLATES.items() if family in names)
     _, reply, expected = CASES[case]
-    new_parser = lambda prompt: ResponseParser(template, prefix=prompt)
-    parsed = joined(TemplateText(new_parser, "", tools=TOOLS), [reply])
-    assert parsed == expected == parse(form, [reply])
-
-
-def test_a_template_that_fails_on_a_call_leaves_it_as_text():
-    template = next(one for names, one in TEMPLATES.items() if "qwen3" in names)
-    new_parser = lambda prompt: ResponseParser(template, prefix=prompt)
-    reply = (
-        f"<think>a</think>Hi <tool_call>{{bad}}</tool_call>{hermes('read', dict(lines='1'))} x<y"
-    )
-    expected = ReplyPart("Hi <tool_call>{bad}</tool_call> x<y", "a", (call(lines=1),))
-    for pieces in ([reply], list(reply), [reply[:40], reply[40:]]):
-        parsed = joined(TemplateText(new_parser, "", tools=TOOLS), pieces)
-        assert parsed.calls == expected.calls
-        assert parsed.reasoning == expected.reasoning
-        assert parsed.text.replace(" ", "") == expected.text.replace(" ", "")
-    cut = joined(TemplateText(new_parser, "", tools=TOOLS), ["Hi <tool_call>{"])
-    assert cut == ReplyPart("Hi <tool_call>{")
-    assert joined(TemplateText(new_parser, "", tools=None), [hermes("a", {})]).calls == ()
+    parser = ResponseParser(template, prefix="")
+    parser.feed(reply)
+    fields, _ = parser.finalize()
+    found = [one["function"] for one in fields["tool_calls"]]
+    calls = tuple(TOOLS.call(one["name"], one["arguments"]) for one in found)
+    assert calls == expected.calls == parse(form, [reply]).calls
 
 
 @given(
@@ -354,41 +338,6 @@ def test_special_tokens_that_frame_calls_reach_the_parser_and_others_do_not(tmp_
         assert parsed == ReplyPart("Hi", "Hm", (call("a", x="é"),))
     plain = Replies(own).parsers(Reply([1], False))()
     assert plain.add(tokens).text == "thought\nHmHicall:a{x:é}"
-
-
-def test_a_tokenizers_own_template_wins(tmp_path):
-    template = {
-        "start_anchor": "|",
-        "fields": {
-            "reasoning_content": {"open": "[[", "close": "]]"},
-            "tool_calls": {"open": "((", "close": "))", "content": "json", "repeats": True},
-            "content": {},
-        },
-    }
-    own = make_tokenizer(tmp_path / "own", QWEN, response_template=template)
-    replies = Replies(own)
-    assert replies.name == "response_template"
-    assert replies.has_calls
-    assert replies.has_reasoning
-    parser = replies.parsers(Reply(own.encode("x|[["), True, [TOOL]))()
-    reply = own.encode('Hm]]Hi((  {"name": "read", "arguments": {"lines": "2"}}))<|im_end|>')
-    parsed = ReplyPart.joined([*(parser.add([one]) for one in reply[:-1]), parser.finish()])
-    assert parsed == ReplyPart("Hi", "Hm", (call(lines=2),))
-    broken = make_tokenizer(tmp_path / "broken", QWEN, response_template={"fields": 1})
-    with pytest.raises(ServiceError, match="--reply-format"):
-        Replies(broken).parsers(Reply([1], True))
-
-
-def test_a_pattern_of_a_template_that_takes_for_ever_makes_the_reply_text(tmp_path):
-    field = {"open_pattern": "(?:a|aa|aaa)+b", "close": "]]"}
-    template = {"start_anchor": "|", "fields": {"reasoning_content": field, "content": {}}}
-    own = make_tokenizer(tmp_path, QWEN, response_template=template)
-    new_parser = Replies(own).parsers(Reply(own.encode("x|"), True))
-    for reply in ("a" * 3000 + "c", "aab" + "Hm]]Hi"):
-        parser = new_parser()
-        parts = [parser.add([token]) for token in own.encode(reply)]
-        parsed = ReplyPart.joined([*parts, parser.finish()])
-        assert parsed == (ReplyPart(reply) if len(reply) > 100 else ReplyPart("Hi", "Hm"))
 
 
 def test_the_option_has_the_name_of_every_format():

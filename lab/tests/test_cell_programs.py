@@ -1,14 +1,23 @@
 """Programs of cells that several processes compile."""
 
+import json
 import os
+from dataclasses import replace
 
 import jax
+import pytest
 
-from bench import cells
-from bench.cells import Variant, Work, cells_config, compile_all
+from bench import presets
+from bench.__main__ import PROGRAM, main
+from bench.cells import Variant, cells_config
+from lab import cell_programs
+from lab.cell_programs import Work, compile_all, work_of
+from peagle_jax.cli import runs
 from peagle_jax.engine.device.compilation import Failure, Progress
 from peagle_jax.engine.device.program import WriteControls
 from peagle_jax.engine.device.stored_programs import StoredPrograms
+from peagle_jax.method import step
+from tests import tiny
 from tests.waiting import eventually
 
 
@@ -27,7 +36,7 @@ def test_what_is_not_compiled_is_said(monkeypatch):
             (1, None): Failure("ConfigError: no pages"),
         }
 
-    monkeypatch.setattr(cells, "compile_missing", compile_missing)
+    monkeypatch.setattr(cell_programs, "compile_missing", compile_missing)
     monkeypatch.setattr("peagle_jax.cli.runs.keep_compiled_programs", kept.append)
     work = [Work(print, None, (Variant("peagle", 7), (2,))), Work(print, None, ("none", 4))]
     compile_all(work, 2, said.append, seconds=0.1)
@@ -46,3 +55,31 @@ def test_engines_with_other_batch_buckets_share_the_files_of_programs(tmp_path):
     files = {stored(some).path_of("round", (), {}) for some in ((4,), (1, 4))}
     assert len(files) == 1
     assert None not in files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "decode-step --method none --prompt-tokens 20",
+        "decode-step --method peagle -K 2 --tensor-parallel 2 --prompt-tokens 20",
+        "lossless --methods peagle -K 2 --tokens 16",
+    ],
+)
+def test_programs_that_are_compiled_beforehand_are_not_traced_again(tmp_path, monkeypatch, command):
+    monkeypatch.setitem(
+        presets.PRESETS, "tiny", replace(tiny.TARGET, hidden_size=64, intermediate_size=64)
+    )
+    monkeypatch.setattr(presets, "PEAGLE_LAYERS", 1)
+    for name in ("keep_compiled_programs", "programs_folder"):
+        monkeypatch.setattr(runs, name, lambda home: tmp_path / "programs")
+    out = tmp_path / "rows.jsonl"
+    argv = f"{command} --preset tiny --layers 1 --prefill-chunk 16 --concurrency 2 --max-tokens 8"
+    argv = [*argv.split(), "--out", str(out), "--sha", "abc"]
+    for one in work_of(PROGRAM.parse(argv)[1]):
+        programs, state, keys = one()
+        for key in programs.not_on_disk(keys, state):
+            programs.store(key, state)
+    monkeypatch.setattr(step, "speculative_step", None)  # a trace of a round would call it
+    assert main(argv) == 0
+    assert json.loads(out.read_text())["method"] in argv

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bench.presets import preset
-from bench.roofline import (
+from lab.roofline import (
     CHIPS,
     Load,
     drafter_cost,
