@@ -5,6 +5,7 @@ Nothing here imports jax, so that a process starts soon.
 """
 
 import asyncio
+import itertools
 import json
 import multiprocessing
 import re
@@ -143,17 +144,19 @@ class Work:
     Args:
       clients: number of clients, each with one call after the other; None starts every call at its
         `start`, without a limit.
+      seconds: clients make the calls again and again, and begin none after this time.
     """
 
     address: str
     protocol: Protocol
     todo: Sequence[Call]
     clients: int | None
+    seconds: float | None = None
 
 
 @dataclass(kw_only=True)
 class Loaded:
-    """Outcomes in the order of the calls.
+    """Outcomes in the order of the calls; those of a load for some seconds in any order.
 
     `begin` is `time.perf_counter()`, `seconds` the time from there to the last end, `cpu_seconds`
     that of all clients.
@@ -190,6 +193,7 @@ class Clients:
         address: str,
         concurrency: int | None,
         protocol: Protocol = "grpc",
+        seconds: float | None = None,
         on_done: Callable[[], object] = lambda: None,
     ) -> Loaded:
         """Makes all calls and waits for their ends; arguments as in `Work`.
@@ -207,7 +211,7 @@ class Clients:
         for place, (pipe, share) in enumerate(pipes.items()):
             clients = None if concurrency is None else len(range(place, concurrency, count))
             calls = [todo[number] for number in share]
-            ways = dict(address=address, protocol=protocol)
+            ways = dict(address=address, protocol=protocol, seconds=seconds)
             pipe.send(Work(**ways, todo=calls, clients=clients))
         for pipe in pipes:
             _received(pipe)  # it has connected
@@ -223,7 +227,10 @@ class Clients:
                     continue
                 left.remove(pipe)
                 outcomes, end, cpu_seconds = message
-                by_number |= zip(pipes[pipe], outcomes, strict=True)
+                if seconds is None:
+                    by_number |= zip(pipes[pipe], outcomes, strict=True)
+                else:
+                    loaded.outcomes += outcomes
                 loaded.seconds = max(loaded.seconds, end - loaded.begin)
                 loaded.cpu_seconds += cpu_seconds
         loaded.outcomes += [by_number[number] for number in sorted(by_number)]
@@ -274,10 +281,10 @@ async def _load(work: Work, pipe: Connection) -> tuple[list[Outcome], float, flo
             await channel.channel_ready()
         pipe.send("connected")
         begin, cpu = await asyncio.to_thread(pipe.recv), time.process_time()
-        outcomes: list[Outcome | None] = [None] * len(work.todo)
+        outcomes: dict[int, Outcome] = {}  # by number of the call
 
         async def make(index: int, connection: "_HttpConnection | None" = None) -> None:
-            call = work.todo[index]
+            call = work.todo[index % len(work.todo)]
             if call.start is not None:
                 await asyncio.sleep(max(0.0, begin + call.start - time.perf_counter()))
             if work.protocol == "grpc":
@@ -290,9 +297,12 @@ async def _load(work: Work, pipe: Connection) -> tuple[list[Outcome], float, flo
         async def client(numbers: Iterator[int]) -> None:
             connection = _HttpConnection(work.address)
             for index in numbers:
+                if time.perf_counter() > end:
+                    return
                 await make(index, connection)
 
-        numbers = iter(range(len(work.todo)))
+        end = float("inf") if work.seconds is None else begin + work.seconds
+        numbers = iter(range(len(work.todo))) if work.seconds is None else itertools.count()
         async with asyncio.TaskGroup() as group:
             if work.clients is None:
                 for index in numbers:
@@ -300,7 +310,8 @@ async def _load(work: Work, pipe: Connection) -> tuple[list[Outcome], float, flo
             else:
                 for _ in range(work.clients):
                     group.create_task(client(numbers))
-        return outcomes, time.perf_counter(), time.process_time() - cpu
+        ordered = [outcomes[number] for number in sorted(outcomes)]
+        return ordered, time.perf_counter(), time.process_time() - cpu
 
 
 async def _call(stub: GenerationStub, call: Call) -> Outcome:

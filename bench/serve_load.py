@@ -62,6 +62,7 @@ class Options(ServerOptions):
       concurrency: numbers of clients, each with one request after the other
       rate: requests per second that arrive at random (Poisson), instead of --concurrency
       num_requests: requests at each concurrency or rate; four per client without it
+      minutes: clients of --concurrency send requests for this time, without the bare engine
       prompt_tokens: random token ids of each prompt
       seed: seed of arrivals, prompts and random weights
     """
@@ -73,7 +74,8 @@ class Options(ServerOptions):
     rate: tuple[float, ...] = option(
         (), excludes="load", type=_list_of_rates, nargs=None, metavar="R,R"
     )
-    num_requests: int | None = None
+    num_requests: int | None = option(None, excludes="length")
+    minutes: float | None = option(None, excludes="length")
     max_tokens: int = 128
     prompt_tokens: int = 128
     temperature: float = 0.0
@@ -115,13 +117,15 @@ class Measured:
 
 def run(options: Options) -> int:
     """Measures, a row each, and prints them."""
+    if options.minutes is not None and (options.rate or options.minutes <= 0):
+        raise ConfigError("--minutes is a positive time for clients of --concurrency, not --rate")
     environment = options.environment()
     measured: list[Measured] = []
     done: list[dict] = []
     try:
         for one in _measured(options):
             measured.append(one)
-        if not options.no_bare:
+        if not options.no_bare and options.minutes is None:
             _add_bare(options, measured)
     finally:  # rows of an interrupted run are kept
         for one in measured:
@@ -135,7 +139,7 @@ def _measured(options: Options) -> Iterator[Measured]:
     """Each cell by each protocol, without the environment in its row."""
     at_most = [concurrency or 16 for concurrency, _ in options.cells]
     counts = [options.num_requests or max(32, 4 * clients) for clients in at_most]
-    total = sum(counts) * len(options.protocols)
+    total = sum(counts) * len(options.protocols) if options.minutes is None else None
     stored = _stored(options)
     with _served(options) as server, Clients(_CLIENT_PROCESSES) as clients:
         about = _about(server.address)
@@ -155,6 +159,8 @@ def _measured(options: Options) -> Iterator[Measured]:
                         concurrency=concurrency,
                     )
                     _warm_up(load, todo[: concurrency or 1])
+                    if options.minutes is not None:
+                        load = partial(load, seconds=60 * options.minutes)
                     found, outputs = _measure(server, load, todo, bar)
                     row = {
                         **_identity(options, about),

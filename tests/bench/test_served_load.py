@@ -1,6 +1,9 @@
 """Load on a served full-size model: clients, the bare engine beside, tables of the rows."""
 
+import contextlib
+import itertools
 import json
+import math
 import multiprocessing
 import os
 import socket
@@ -8,6 +11,7 @@ import subprocess
 import sys
 import threading
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,10 +93,10 @@ ANSWERS = {
 }
 
 
-def answer(listener: socket.socket, texts: list[bytes], num_requests: int) -> None:
+def answer(listener: socket.socket, texts: Iterable[bytes], num_requests: float) -> None:
     """Answers each request of a connection with the next text, or one with all of them."""
     connection, _ = listener.accept()
-    with connection:
+    with connection, contextlib.suppress(OSError):  # the client has gone
         for index, text in enumerate(texts):
             if index < num_requests:
                 connection.recv(65536)
@@ -122,6 +126,19 @@ def test_a_client_of_http_reads_streams_of_one_connection():
     assert (body["prompt"], body["return_token_ids"]) == ([1, 2], True)
     request.sampling.temperature = 1.0
     assert not json.loads(http_body(request))["return_token_ids"]
+
+
+def test_clients_make_their_calls_again_until_the_time_is_over():
+    with Clients(1) as clients, socket.create_server(("127.0.0.1", 0)) as listener:
+        texts = itertools.repeat(WHOLE)
+        thread = threading.Thread(target=answer, args=(listener, texts, math.inf), daemon=True)
+        thread.start()
+        address = "{}:{}".format(*listener.getsockname())
+        where = dict(address=address, protocol="http", concurrency=1)
+        found = clients.load([Call(request=pb.GenerateRequest())], seconds=0.2, **where)
+    assert len(found.outcomes) > 1
+    assert {one.code for one in found.outcomes} == {"OK"}
+    assert found.seconds >= 0.2
 
 
 def test_client_processes_end_with_the_load():
