@@ -95,7 +95,6 @@ OF_ALL = {
         ("magic", "magic"),
         ("plan", "SRC"),
         ("plan /no/such", "/no/such: no such folder"),
-        ("inspect /no/such", "/no/such: no such folder"),
         ("plan {head} --target /no/such", "/no/such: no such folder"),
         ("plan {target} --tensor-parallel 0", "0 is not positive"),
         ("convert /no/such x", "/no/such: no such folder"),
