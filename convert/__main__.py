@@ -37,15 +37,11 @@ exit codes: 0 done, 1 leftovers, holes or differences, 2 bad input (one line say
 
 _REMOVED_COMMANDS = {
     "synthetic": "`peagle-bench` makes random weights by itself",
+    "inspect": "`plan` has a line for each tensor, and `plan --json` its dtype and shape",
     "dequantize": "transformers does it, `from_pretrained` with the method's `dequantize=True`",
 }
 _ANEW = "a conversion takes about as long as a copy; one that was killed begins anew"
 _REMOVED = {
-    "inspect": {
-        "all": "`plan` has a line for each tensor",
-        "values": "`convert` counts NaN and infinity",
-        "json": "`plan --json` has the tensors",
-    },
     "convert": {
         "restart": _ANEW,
         "group_size": _ANEW,
@@ -72,9 +68,6 @@ def _parser() -> argparse.ArgumentParser:
         return one.add_argument
 
     folder = "folder or hub id of the checkpoint"
-    add = command("inspect", "what a folder holds, from its headers", "DIR", f"{folder}, or made")
-    add("--revision", metavar="REV", help="branch, tag or commit of a hub id")
-
     for name, text, made in (
         ("plan", "what becomes of each tensor; nothing is written", None),
         ("convert", "SRC to a folder of Orbax checkpoints", "new folder; appears when complete"),
@@ -127,13 +120,6 @@ def _open(args: argparse.Namespace):
     folder, label = resolve(args.source, args.revision)
     target = resolve(args.target, wanted=CONFIGS)[0] if args.target else None
     return open_source(folder, label, target)
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    from convert.summary import inspect
-
-    print(*[*inspect(resolve(args.source, args.revision)[0])], sep="\n")
-    return 0
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -243,7 +229,6 @@ def _gguf(args: argparse.Namespace) -> int:
 
 
 _COMMANDS = {
-    "inspect": _inspect,
     "plan": _plan,
     "convert": _convert,
     "verify": _verify,

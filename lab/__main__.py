@@ -15,7 +15,6 @@ Instruments of the development. Beside the commands below:
     commands={
         "batch": "commands of peagle-bench from a file, compiled beforehand side by side",
         "follow": "drafts of a head that stays and of one that learns, while their target learns",
-        "headroom": "what a choice among a P-EAGLE head's candidates can gain at most",
         "hostile": "attacks on a server: what honest clients see, and its resources",
         "kernels": "each GPU kernel beside its XLA reference: time, bandwidth, error",
         "ladder": "the steps from a plain product to a grouped FP8 one, beside predictions",

@@ -25,11 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import fp8_tiles
-
-BLOCK = 128
-"""Rows and columns of a block with one fp8 scale."""
-GROUP = 32
-"""Columns of a group with one mxfp4 scale."""
+from pallas_kernels.blocks import BLOCK, GROUP
 
 Kind = Literal["plain", "fp8", "fp8_tiles", "mxfp4"]
 _PLAIN = (jnp.float32, jnp.bfloat16, jnp.float16)

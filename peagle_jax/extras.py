@@ -15,7 +15,6 @@ PACKAGES = {
     ),
     "structured": ("llguidance",),
     "tensorboard": ("tensorboardX",),
-    "tracing": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"),
 }
 """The packages of each extra, by the names under which Python imports them."""
 _LEAST_ADDRESS_SPACE = 1 << 30

@@ -31,6 +31,8 @@ OPTIONS: dict[str, str] = {
     "load",
     "prefill_calls": "nothing was measured with a number other than the default, one call between "
     "two rounds and four if nothing decodes; use prefill_chunk or prefill_rows",
+    "otlp_endpoint": "no client asked for spans; log lines have the latencies and the traceparent "
+    "of each request",
     "api_processes": "four had 0.95 to 0.99 of the tokens per second of one; run a server for each "
     "device, behind a gateway",
 }

@@ -26,8 +26,6 @@ from serving.remote import RemoteEngine
 from serving.rpc.server import RpcServer
 from serving.settings import Settings, reply_format_of, served_name
 from serving.signals import Signals
-from serving.stream import Stream
-from serving.tracing import Tracer
 
 _log = logging.getLogger(__name__)
 END_SECONDS = 5.0
@@ -35,8 +33,6 @@ END_SECONDS = 5.0
 _GRACE = 1.0  # seconds for the last messages of calls that have ended
 _SHORT_GRACE = 0.5  # the same after a second signal
 _FOREVER = 1e6  # seconds
-
-Report = Callable[[Stream], None]
 
 
 def serve(
@@ -57,21 +53,12 @@ def serve(
     """
     configure(settings.log_level)
     worker = RemoteEngine(child.socket)
-    tracer = _tracer(settings)
     try:
         worker.wait_for_description(_tokenizer(settings))
-        return asyncio.run(_serve(settings, access, worker, child, _reports(tracer), say))
+        return asyncio.run(_serve(settings, access, worker, child, say))
     except ClosedError:
         _log.error("the engine's process ended by %s", child.how_it_ended())
         return child.code
-    finally:
-        if tracer is not None:
-            tracer.close()
-
-
-def _tracer(settings: Settings) -> Tracer | None:
-    endpoint = settings.otlp_endpoint
-    return None if endpoint is None else Tracer.to(endpoint, served_name(settings))
 
 
 def _tokenizer(settings: Settings) -> Tokenizer | None:
@@ -88,18 +75,6 @@ def _limits(settings: Settings) -> Limits:
     # More sequences than slots and places of the queue could never be accepted.
     given["max_n"] = min(settings.max_n, settings.max_num_seqs + settings.max_waiting)
     return Limits(**given)
-
-
-def _reports(tracer: Tracer | None) -> Report:
-    """The callback that reports a stream that has ended."""
-    if tracer is None:
-        return log_request
-
-    def report(stream: Stream) -> None:
-        log_request(stream)
-        tracer.report(stream)
-
-    return report
 
 
 async def _announce(frontend: Frontend, server: RpcServer) -> None:
@@ -120,14 +95,14 @@ async def _settle(frontend: Frontend) -> None:
 class _Service:
     """Both protocols over one frontend, from their ports to the end of their last request."""
 
-    def __init__(self, settings: Settings, worker: RemoteEngine, access: Access, report: Report):
+    def __init__(self, settings: Settings, worker: RemoteEngine, access: Access):
         self._settings = settings
         self.frontend = Frontend(
             worker,
             name=served_name(settings),
             limits=_limits(settings),
             reply_format=reply_format_of(settings, worker.description.tokenizer),
-            report=report,
+            report=log_request,
             report_refusal=log_refusal,
         )
         self._http, self._rpc = _servers(settings, self.frontend, access)
@@ -197,7 +172,6 @@ async def _serve(
     access: Access,
     worker: RemoteEngine,
     child: EngineChild,
-    report: Report,
     say: Callable[[str], None],
 ) -> int:
     async def fail() -> None:
@@ -217,7 +191,7 @@ async def _serve(
     signals = Signals(on_hangup=access.read_again)
     worker.end = end_engine
     worker.on_lost = lambda: tasks.append(asyncio.create_task(fail()))
-    service = _Service(settings, worker, access, report)
+    service = _Service(settings, worker, access)
     ports = await service.listen()
     for protocol, port in zip(("gRPC", "HTTP"), ports, strict=True):
         if port >= 0:

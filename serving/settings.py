@@ -43,10 +43,6 @@ def _origins(text: str) -> list[str]:
 
 
 _SIZE = Rule("a size, as 8GiB or 500MB", lambda text: num_bytes(text) is not None)
-_URL = Rule(
-    "a URL that begins with http:// or https://",
-    lambda url: url.startswith(("http://", "https://")),
-)
 _ORIGINS = Rule(
     "an origin, such as https://chat.example:8443, or *; several have commas between them",
     lambda text: all(map(_ORIGIN.fullmatch, _origins(text))),
@@ -176,9 +172,6 @@ class Settings(Limits, ModelOptions):
     )
     stats_seconds: float = option(
         10.0, "time between two log lines of statistics; 0 writes none", SECONDS, metavar="S"
-    )
-    otlp_endpoint: str | None = option(
-        None, "collector of OpenTelemetry spans, such as http://host:4317", _URL, metavar="URL"
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "lowest severity of log lines"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from peagle_jax.checkpoint.converted import open_checkpoint
 from peagle_jax.checkpoint.fields import read_config
-from peagle_jax.checkpoint.safetensors import Checkpoint
 from peagle_jax.config import Method
 
 HEADS = Path(__file__).parents[1] / "assets" / "heads"
@@ -23,20 +23,12 @@ def digest(target: Path) -> str | None:
     Raises:
       CheckpointError: the folder has no usable config.json, or broken weights.
     """
-    config, checkpoint = read_config(target), _opened(target)
+    config, checkpoint = read_config(target), open_checkpoint(target)
     if _NORM not in checkpoint.tensors:
         return None
     norm = checkpoint.read(_NORM)
     sizes = json.dumps([config.get(name) for name in _SIZES])
     return hashlib.sha256(sizes.encode() + norm.astype(np.float32).tobytes()).hexdigest()
-
-
-def _opened(target: Path):
-    if any(target.glob("*.safetensors")) or not target.is_dir():
-        return Checkpoint(target)
-    from peagle_jax.checkpoint.converted import open_checkpoint  # imports jax
-
-    return open_checkpoint(target)
 
 
 def shipped_heads(target: str | Path) -> dict[Method, Path]:

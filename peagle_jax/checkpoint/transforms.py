@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from pallas_kernels.formats import BLOCK
+from pallas_kernels.blocks import BLOCK
 from peagle_jax.checkpoint.safetensors import CheckpointError
 
 Shape = tuple[int, ...]

@@ -8,6 +8,7 @@ device: norms, routers, biases that are added once, and the drafter's `fc`.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pallas_kernels.blocks import BLOCK
 from peagle_jax.config import (
     AttentionConfig,
     ConfigError,
@@ -189,8 +190,6 @@ def cut_of(
 
 def _in_blocks(part: Part, path: Path, num_devices: int) -> Part:
     """The part of a scale for the part of its weight."""
-    from pallas_kernels.formats import BLOCK  # imports jax, which `check_shares` does not need
-
     width = part.size // part.pieces
     edges = {edge for device in range(num_devices) for edge in part.range(device, num_devices)}
     if any(edge % BLOCK for edge in edges):

@@ -9,7 +9,7 @@ import peagle_jax
 from peagle_jax.config import ConfigError
 from peagle_jax.extras import PACKAGES, check_installed, is_installed
 
-SERVERS_ONLY = {name.partition(".")[0] for name in PACKAGES["serve"] + PACKAGES["tracing"]}
+SERVERS_ONLY = {name.partition(".")[0] for name in PACKAGES["serve"]}
 WITHOUT = "import sys; sys.modules |= dict.fromkeys(sys.argv[1].split()); del sys.argv[1]\n"
 
 

@@ -101,7 +101,6 @@ def check_case(base: Path, files: dict[str, bytes], *, loads_whole: bool) -> boo
     write(files, folder)
     options = options_of(folder)
     target = options[1] if options else None
-    call("inspect", folder)
     planned, _ = call("plan", folder, *options)
     converted, _ = call("convert", folder, made, *options)
     if (planned == 0) != (converted == 0):
@@ -117,7 +116,6 @@ def check_case(base: Path, files: dict[str, bytes], *, loads_whole: bool) -> boo
             if call(*argv)[0] == 0:
                 raise Broken(f"{argv[0]} of what was refused")
         return False
-    call("inspect", made)
     if call("verify", folder, made, *options)[0]:
         raise Broken("verify does not confirm what convert wrote")
     if call("export", made, back)[0]:
@@ -159,7 +157,6 @@ def check_converted(base: Path, name: str, rng: Random) -> list[str]:
     done = [damage.break_converted(made, rng) for _ in range(rng.choice([1, 1, 2]))]
     target = source / "target" if options_of(source) else None
     try:
-        call("inspect", made)
         verified = call("verify", source, made, *options_of(source))[0]
         if call("export", made, back)[0] == 0:
             for path in source.glob("*.safetensors"):

@@ -95,7 +95,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(change, message, made, tmp_pa
         export(folder, tmp_path / "back")
     with pytest.raises(CheckpointError, match=message):
         load_target(folder, dtype="float32")
-    code, _, err = cli("inspect", folder)
+    code, _, err = cli("export", folder, tmp_path / "back")
     assert (code, err.count("\n")) == (2, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made"]
 

@@ -1,14 +1,12 @@
-"""What `plan` and `inspect` say, and how parameters are meant to lie on a mesh."""
+"""What `plan` says, and how parameters are meant to lie on a mesh."""
 
 import json
 
 import jax
-import numpy as np
 import pytest
 from flax import nnx
 
 from peagle_jax.checkpoint import Checkpoint, load_target
-from peagle_jax.checkpoint.safetensors import write
 from peagle_jax.devices import Devices
 from tests.convert.conftest import GOLDEN, checkpoints
 
@@ -47,57 +45,6 @@ def test_a_plan_is_readable(cli):
     ) in lines
     code, out, _ = cli("plan", GOLDEN / "llama-fp8-tensor")
     assert "unused.0 []  (not used: activations are not quantised)" in out
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "quantization"),
-    [
-        ("llama", "target", "none"),
-        ("gemma4", "target", "none"),
-        ("gpt_oss-mxfp4", "target", "MXFP4, 16 tensors (mxfp4)"),
-        ("qwen3_moe-fp8", "target", "FP8 E4M3 with a scale a block, 83 tensors (fp8)"),
-        ("qwen3-fp8-channel", "target", "FP8 E4M3 with a scale a row, 56 tensors"),
-        ("llama-fp8-tensor", "target", "FP8 E4M3 with one scale a tensor, 56 tensors (fp8)"),
-        ("peagle-1", "P-EAGLE head", "none"),
-        ("eagle3", "EAGLE-3 head", "none"),
-    ],
-)
-def test_inspect_names_what_a_folder_holds(name, kind, quantization, cli):
-    code, out, _ = cli("inspect", GOLDEN / name)
-    assert code == 0
-    assert out.startswith(f"{name}: {kind}, ")
-    assert f"\nquantisation: {quantization}" in out
-    assert f"\n{len(Checkpoint(GOLDEN / name).tensors)} tensors, " in out
-
-
-def test_inspect_describes_scales_of_any_shape(cli, tmp_path):
-    fp8, one = np.dtype("float8_e4m3fn"), np.float32
-    tensors = {
-        "a.weight": np.zeros((), fp8),
-        "a.weight_scale": np.zeros(2, one),
-        "b.weight": np.zeros((4, 2), fp8),
-        "b.weight_scale": np.zeros((4, 1), one),
-        "c.weight": np.zeros((4, 2), fp8),
-    }
-    write(tmp_path / "model.safetensors", tensors)
-    code, out, _ = cli("inspect", tmp_path)
-    assert code == 0
-    for form in ("a scale a block, 1", "a scale a row, 1", "no scale, 1"):
-        assert form in out
-
-
-def test_inspect_needs_no_config_and_reads_converted_folders_too(cli, sharded, tmp_path):
-    before = cli("inspect", sharded)[1]
-    cli("convert", sharded, tmp_path / "dst")
-    after = cli("inspect", tmp_path / "dst")[1]
-    assert "converted (Orbax)" in after
-    tensors = lambda text: [line for line in text.splitlines() if line.startswith("  ")]
-    assert tensors(before) == tensors(after)
-    (sharded / "config.json").unlink()
-    code, out, _ = cli("inspect", sharded)
-    assert code == 0
-    assert out.startswith("sharded: target, unknown, safetensors")
-    assert tensors(out) == tensors(before)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe-bf16", "gpt_oss-mxfp4", "gemma4", "llama"])

@@ -93,7 +93,7 @@ def test_what_is_left_over_or_missing_is_listed_and_nothing_is_written(cli, tmp_
         (["convert", "SRC", "DST", "--group-size", "1GB"], ["is removed: a conversion takes"]),
         (["convert", "SRC", "DST", "--restart"], ["--restart is removed", "begins anew"]),
         (["verify", "SRC", "DST", "--no-logits"], ["--no-logits is removed: every bit"]),
-        (["inspect", "SRC", "--values"], ["--values is removed: `convert` counts"]),
+        (["inspect", "SRC"], ["inspect is removed: `plan` has a line"]),
         (["synthetic", "gpt-oss-20b", "DST"], ["synthetic is removed"]),
         (["dequantize", "SRC", "DST"], ["dequantize is removed: transformers"]),
         (["plan", "HEAD"], ["draft head", "--target DIR"]),
