@@ -6,7 +6,6 @@ import pytest
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.cli.loading import load_weights
-from peagle_jax.cli.runs import TIE_NATS
 from peagle_jax.engine.host.stats import Acceptance
 from tests.programs import one_bucket
 
@@ -21,13 +20,11 @@ MAX_TOKENS, LONG = 48, 128
 
 
 @functools.cache
-def generate(method: str, num_draft: int, dtype: str = "float32", max_tokens: int = MAX_TOKENS):
-    target, head, tokenizer = load_weights(None, None, method=method, dtype=dtype)
-    config = EngineConfig(
-        num_draft=num_draft, max_num_seqs=2, max_model_len=256, prefill_chunk=32, dtype=dtype
-    )
+def generate(method: str, num_draft: int, max_tokens: int = MAX_TOKENS):
+    target, head, tokenizer = load_weights(None, None, method=method, dtype="float32")
+    config = EngineConfig(num_draft=num_draft, max_num_seqs=2, max_model_len=256, prefill_chunk=32)
     engine = one_bucket(Engine(target, head, config, tokenizer=tokenizer))
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return engine.generate(PROMPTS, params)
 
 
@@ -38,18 +35,6 @@ def test_output_is_unchanged_by_a_trained_head(method, num_draft):
     plain = [done.tokens for done in generate("none", 0)]
     drafted = generate(method, num_draft, max_tokens=LONG)
     assert [done.tokens[:MAX_TOKENS] for done in drafted] == plain
-
-
-@pytest.mark.exhaustive
-def test_bfloat16_parts_only_at_ties():
-    """The rule of `peagle-generate --compare`: both candidates within TIE_NATS of each other."""
-    plain, speculative = generate("none", 0, "bfloat16"), generate("peagle", 5, "bfloat16")
-    for one, other in zip(plain, speculative, strict=True):
-        pairs = zip(one.tokens, other.tokens, strict=True)
-        parted = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if parted is not None:
-            (_, best), (_, second) = one.logprobs[parted].top
-            assert best - second < TIE_NATS
 
 
 @pytest.mark.sampled(0, slow=1)

@@ -70,19 +70,6 @@ def test_a_wrong_draft_that_is_accepted_is_found_out(tiny_preset, tmp_path, monk
     assert "tokens differ" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
-def test_trained_heads_draft_for_themselves(folders, tmp_path):
-    prompts = tmp_path / "few.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):" * i}) + "\n" for i in (1, 2)))
-    out = tmp_path / "rows.jsonl"
-    argv = ["--model", folders.target, "--drafter", folders.eagle3, "--set", f"few={prompts}"]
-    argv += [*TINY[2:], "--out", out, "--concurrency", "3", "-K", "3", "--tokens", "150"]
-    assert main(["lossless", *map(str, argv)]) == 0
-    (row,) = measured(out)
-    assert (row["method"], row["set"], row["oracle"], row["texts"]) == ("eagle3", "few", None, 7)
-    assert row["tokens_differing"] == 0
-
-
 def test_from_the_first_difference_on_a_text_is_another():
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1

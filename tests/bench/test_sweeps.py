@@ -57,27 +57,6 @@ def test_throughput_compares_methods_at_every_concurrency(folders, tmp_path, few
     assert measured[0]["ratio_to_plain"] == 1
 
 
-@pytest.mark.exhaustive
-def test_acceptance_measures_every_head_k_and_set(folders, tmp_path, few_prompts):
-    out = tmp_path / "rows.jsonl"
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "one.py").write_text("def quicksort(xs):\n    return xs\n" * 20)
-    sets = ["--sets", few_prompts, f"source={source}", "--prompt-tokens", "16"]
-    argv = [*options(folders, out), "-K", "2", "--num-prompts", "2", *sets, "--methods", "peagle"]
-    assert main(["acceptance", *argv]) == 0
-    measured = read(out)
-    assert [row["set"] for row in measured] == ["few", "source"]
-    for row in measured:
-        assert row["prompts"] == 2
-        emitted = row["tokens"] - row["prompts"]
-        assert row["acceptance_length"] == pytest.approx(emitted / row["rounds"], 1e-3)
-        assert 0 <= row["rounds"] + row["accepted"] - emitted <= row["prompts"]
-        assert len(row["acceptance_per_position"]) == 2
-    main(["acceptance", *argv])
-    assert len(read(out)) == 4  # rows are appended
-
-
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("command", ["acceptance", "throughput", "lossless"])
 def test_prompts_that_cannot_run_are_left_out_and_counted(

@@ -28,7 +28,8 @@ def accepted_of(rule, seed: int, num_draft: int, count: int) -> list[int]:
     params = request_params(count, seed=[0, seed], num_draft=num_draft)
     positions = 10 * jnp.arange(count)[:, None] + jnp.arange(num_draft + 1)
     drafts = jnp.zeros((count, num_draft), jnp.int32)
-    verdict = rule(jnp.zeros((count, num_draft + 1, 4)), drafts, None, positions, params)
+    logits = jnp.zeros((count, num_draft + 1, 4))
+    verdict = jax.jit(rule)(logits, drafts, None, positions, params)
     return (verdict.count - 1).tolist()
 
 
@@ -67,6 +68,6 @@ def test_a_draft_that_a_mask_forbids_is_not_accepted():
     drafts = jnp.ones((2, 3), jnp.int32)
     positions = jnp.arange(4)[None].repeat(2, 0)
     rule = synthetic_acceptance(3.0, 3)
-    verdict = rule(jnp.zeros((2, 4, 4)), drafts, None, positions, params, given)
+    verdict = jax.jit(rule)(jnp.zeros((2, 4, 4)), drafts, None, positions, params, given)
     assert verdict.count.tolist() == [1, 3]
     assert (verdict.tokens[0, 0], verdict.tokens[1, 0]) == (2, 1)

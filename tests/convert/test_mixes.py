@@ -24,7 +24,6 @@ from peagle_jax.checkpoint.safetensors import write
 from peagle_jax.checkpoint.tables import head_tensors, target_tensors
 from peagle_jax.checkpoint.target_writer import target_json
 from tests import tiny
-from tests.convert.test_loading import same_weights
 
 F32, F16, BF16, FP8 = map(
     np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn)
@@ -216,6 +215,15 @@ def check_values(case: Case, model: nnx.Module) -> int:
         np.testing.assert_array_equal(np.asarray(jax.device_get(got)), want, err_msg=str(path))
         compared += 1
     return compared
+
+
+def same_weights(first: nnx.Module, second: nnx.Module) -> bool:
+    pairs = [jax.tree.leaves_with_path(nnx.state(model)) for model in (first, second)]
+    paths = [[path for path, _ in leaves] for leaves in pairs]
+    return paths[0] == paths[1] and all(
+        a.dtype == b.dtype and np.array_equal(np.asarray(a), np.asarray(b))
+        for (_, a), (_, b) in zip(*pairs, strict=True)
+    )
 
 
 REASONS = ("the two are one parameter here", "both must be quantised or neither", "different forms")

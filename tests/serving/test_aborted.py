@@ -8,9 +8,10 @@ import httpx
 import pytest
 
 from serving.app import _limits
-from serving.engines import make_engine
+from serving.engines import engine_of, sized_config
 from serving.errors import Code, ServiceError
 from serving.settings import Settings
+from tests import tiny
 from tests.serving.test_metrics import moved, scrape
 from tests.waiting import LIMIT, eventually
 
@@ -103,8 +104,9 @@ def test_refusals_of_a_full_queue_neither_hurry_retries_nor_count_prompts(server
 
 
 def test_requests_without_a_seed_are_drawn_anew_after_each_start():
-    settings = Settings(model=None, max_num_seqs=2, max_model_len=64)
-    first, second = (next(make_engine(settings).numbers) for _ in range(2))
+    settings, target = Settings(max_num_seqs=2, max_model_len=64), tiny.target(**tiny.ONE_LAYER)
+    config = sized_config(settings)
+    first, second = (next(engine_of(settings, config, target, None).numbers) for _ in range(2))
     assert first != second
     assert 0 <= min(first, second) <= max(first, second) < 2**62
 

@@ -13,8 +13,9 @@ from peagle_jax import EngineConfig
 from peagle_jax.cli import runs
 from peagle_jax.cli.model_folders import embedded
 from peagle_jax.config import ConfigError
-from serving.engines import make_engine
+from serving.engines import engine_of, make_engine, sized_config
 from serving.settings import Settings, read_models, served_name
+from tests import tiny
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT
 
@@ -46,15 +47,15 @@ def test_gpus_prefill_larger_chunks_unless_the_settings_say_otherwise(monkeypatc
 
 
 def test_memory_for_keys_and_values_is_a_number_of_pages():
-    pages = lambda memory: (
-        make_engine(
-            Settings(max_num_seqs=16, max_model_len=64, kv_cache_memory=memory)
-        ).config.total_pages
-    )
-    bounded = pages("4MiB")
-    slots = 16 * 64 // 16
+    target, head = tiny.target(**tiny.ONE_LAYER), tiny.head(**tiny.HEAD_OF_ONE_LAYER)
+
+    def pages(memory: str | None) -> int:
+        settings = Settings(max_num_seqs=16, max_model_len=64, kv_cache_memory=memory)
+        return engine_of(settings, sized_config(settings), target, head).config.total_pages
+
+    bounded, slots = pages("64KiB"), 16 * 64 // 16
     assert bounded < pages(None) == 4 * slots + 1  # on a CPU the cache keeps three times what runs
-    assert 0 <= pages("8MiB") - 2 * bounded <= 1
+    assert 0 <= pages("128KiB") - 2 * bounded <= 1
     with pytest.raises(ConfigError, match="kv_cache_memory: 1000 bytes cannot hold one") as caught:
         pages("1kB")
     (least,) = re.findall(r"give (\d+) bytes or more, or lower max_model_len", str(caught.value))

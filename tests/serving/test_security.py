@@ -206,23 +206,6 @@ def test_health_needs_no_token(secure, pki):
         watch.cancel()
 
 
-def test_tokens_change_without_a_restart(secure, pki, files, caplog):
-    with channel(secure, pki) as over:
-        assert status(generate, over, "third") is grpc.StatusCode.UNAUTHENTICATED
-        (files / "tokens").write_text("third\n")
-        assert status(generate, over, "third") is grpc.StatusCode.OK
-        assert status(generate, over, "open-sesame") is grpc.StatusCode.UNAUTHENTICATED
-        (files / "tokens").write_text("# all gone\n")
-        assert status(generate, over, "third") is grpc.StatusCode.OK
-        assert status(generate, over, "# all gone") is grpc.StatusCode.UNAUTHENTICATED
-        assert "the old ones stay in use" in caplog.text
-        (files / "tokens").unlink()
-        assert status(generate, over, None) is grpc.StatusCode.UNAUTHENTICATED
-        (files / "tokens").write_text(TOKENS)
-        assert status(generate, over) is grpc.StatusCode.OK
-    assert "sesame" not in caplog.text
-
-
 def test_every_token_is_compared_in_constant_time(monkeypatch):
     compared = []
 

@@ -47,7 +47,7 @@ def test_the_teacher_is_the_target_by_its_definition(name):
     np.testing.assert_allclose(run.normed, normed, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.sampled(3, slow=4)
+@pytest.mark.sampled(1, slow=6)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_a_head_is_trained_written_loaded_and_lossless(name, method, tmp_path):

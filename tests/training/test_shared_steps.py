@@ -1,5 +1,6 @@
 """Steps on several devices, and from states that the target left on disk."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from peagle_jax.training.trainer import fit
 from tests import tiny
 from tests.training import small
 
+TWO_LAYERS, HEAD = dict(num_layers=2), dataclasses.replace(tiny.HEAD, num_layers=1)
 CLOSE = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 
 
@@ -24,7 +26,7 @@ def trained(texts: Path, target, **run_options) -> dict:
     options = small.head_options(texts=texts, batch=4, anchors=20)
     run_options = dict(steps=3, eval_every=3, save_every=1) | run_options
     run = small.run_config(texts / "run", **run_options)
-    return fit(drafter.make_task(tiny.HEAD, target, options, run)[0], run)
+    return fit(drafter.make_task(HEAD, target, options, run)[0], run)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def alone(tmp_path_factory) -> dict:
     """From one device, whose target runs in each step."""
     texts = tmp_path_factory.mktemp("alone")
     small.save_texts(texts, tiny.TARGET.vocab_size)
-    return trained(texts, tiny.target(), microbatches=2)
+    return trained(texts, tiny.target(**TWO_LAYERS), microbatches=2)
 
 
 def test_two_devices_take_the_pieces_that_one_takes_in_turn(alone, tmp_path, monkeypatch):
@@ -40,8 +42,8 @@ def test_two_devices_take_the_pieces_that_one_takes_in_turn(alone, tmp_path, mon
     with monkeypatch.context() as killed:
         killed.setattr(trainer._Record, "evaluate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            trained(tmp_path, tiny.target(), num_devices=2, eval_every=2)
-    shared = trained(tmp_path, tiny.target(), num_devices=2)
+            trained(tmp_path, tiny.target(**TWO_LAYERS), num_devices=2, eval_every=2)
+    shared = trained(tmp_path, tiny.target(**TWO_LAYERS), num_devices=2)
     assert all(len(leaf.devices()) == 1 for leaf in shared.values())
     jax.tree.map(CLOSE, alone, shared)
 
@@ -57,8 +59,8 @@ def test_absent_devices_are_refused_before_anything_is_read(tmp_path, capsys):
 
 def test_a_head_learns_the_same_from_states_on_disk(alone, tmp_path, monkeypatch):
     small.save_texts(tmp_path, tiny.TARGET.vocab_size)
-    target = tiny.target()
-    write = partial(states.write_states, target, tiny.HEAD.taps, tmp_path)
+    target = tiny.target(**TWO_LAYERS)
+    write = partial(states.write_states, target, HEAD.taps, tmp_path)
     with pytest.raises(ConfigError, match=r"the states take .* GB"):
         write(most_gb=1e-6)
     with monkeypatch.context() as killed:
