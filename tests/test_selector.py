@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from pallas_kernels import dispatch
+from pallas_kernels import column_tiles, dispatch
 from pallas_kernels.device import CPU, H200
 from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.method.drafter import DraftInputs, make_drafter
@@ -133,6 +134,24 @@ def test_tables_are_made_in_pieces(monkeypatch):
     for one, other in zip(whole, head.tables(target), strict=True):
         assert one.shape == (head.config.draft_vocab_size, head.config.selector_rank)
         np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_tables_of_tiled_columns_are_made_by_compiled_products(monkeypatch):
+    """Op by op, each number of the products would lie in memory."""
+    product, seen = column_tiles.product, []
+
+    def noted(x, tiles):
+        seen.append(isinstance(x, jax.core.Tracer))
+        return product(x, tiles)
+
+    monkeypatch.setattr(column_tiles, "product", noted)
+    head, target = tiny.head("selector", selector_rank=128), tiny.target()
+    rows = head.tables(target)
+    linear = head.selector.previous
+    linear.weight = nnx.Param(column_tiles.arrange(linear.weight[...]))
+    for one, other in zip(rows, head.tables(target), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert seen == [True]
 
 
 @pytest.mark.parametrize(("kind", "last"), [("selector", "out"), ("lattice", "into")])

@@ -19,12 +19,14 @@ verification gets this law. So the output keeps the target's law whatever the se
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import dispatch
 from pallas_kernels.top.api import top
 from peagle_jax.config import DrafterConfig
 from peagle_jax.method.sampling import probabilities, sample_rows
@@ -95,8 +97,15 @@ class Selector(nnx.Module):
         """
         V = len(unembedding)
         ids = [jnp.arange(i, min(i + _CHUNK, V), dtype=jnp.int32) for i in range(0, V, _CHUNK)]
-        before = jnp.concatenate([self.previous(embed(chunk)) for chunk in ids])
+        product = partial(_product, self.previous, trace=dispatch.trace())
+        before = jnp.concatenate([product(embed(chunk)) for chunk in ids])
         return Tables(before, self.keys(unembedding))
+
+
+@partial(jax.jit, static_argnames="trace")
+def _product(linear: Linear, x: jax.Array, *, trace: dispatch.Trace) -> jax.Array:
+    # Op by op, a product with `column_tiles` would need gigabytes, and seconds after each update.
+    return linear(x)
 
 
 class TableSelector(nnx.Module):
