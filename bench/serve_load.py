@@ -62,7 +62,8 @@ class Options(ServerOptions):
       concurrency: numbers of clients, each with one request after the other
       rate: requests per second that arrive at random (Poisson), instead of --concurrency
       num_requests: requests at each concurrency or rate; four per client without it
-      minutes: clients of --concurrency send requests for this time, without the bare engine
+      minutes: clients of --concurrency send requests of mixed lengths, down to a quarter of
+        --prompt-tokens and --max-tokens, for this time; without the bare engine
       prompt_tokens: random token ids of each prompt
       seed: seed of arrivals, prompts and random weights
     """
@@ -180,18 +181,19 @@ def calls(
     rng = np.random.default_rng(options.seed)
     starts = np.cumsum(rng.exponential(1 / rate, count)) if rate else [None] * count
     chosen = itertools.islice(itertools.cycle(prompts), count)
-    return [
-        Call(request=_request(prompt, options), start=start)
-        for prompt, start in zip(chosen, starts, strict=True)
-    ]
-
-
-def _request(prompt: list[int], options: Options) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        tokens=pb.TokenIds(ids=prompt),
-        sampling=pb.Sampling(temperature=options.temperature),
-        stopping=pb.Stopping(max_tokens=options.max_tokens, ignore_eos=True),
-    )
+    made = []
+    for prompt, start in zip(chosen, starts, strict=True):
+        prompt_tokens, max_tokens = options.prompt_tokens, options.max_tokens
+        if options.minutes is not None:
+            prompt_tokens = int(rng.integers(1 + prompt_tokens // 4, prompt_tokens + 1))
+            max_tokens = int(rng.integers(1 + max_tokens // 4, max_tokens + 1))
+        request = pb.GenerateRequest(
+            tokens=pb.TokenIds(ids=prompt[:prompt_tokens]),
+            sampling=pb.Sampling(temperature=options.temperature),
+            stopping=pb.Stopping(max_tokens=max_tokens, ignore_eos=True),
+        )
+        made.append(Call(request=request, start=start))
+    return made
 
 
 @contextlib.contextmanager
@@ -232,6 +234,7 @@ def _identity(options: Options, about: pb.GetModelInfoResponse) -> dict:
         "synthetic_acceptance_length": options.synthetic_acceptance_length,
         "set": "random tokens",
         "prompt_tokens": options.prompt_tokens,
+        "duration": None if options.minutes is None else 60 * options.minutes,
         "api_processes": 1,
         "method": about.method,
         "num_speculative_tokens": about.num_speculative_tokens,
@@ -358,7 +361,7 @@ process of its own gets the same requests in the same order and at the same conc
     run=run,
     removed={
         "client-processes": "there are as many as clients, at most six; leave it out",
-        "duration": "use --num-requests",
+        "duration": "use --minutes",
         **dict.fromkeys(
             ("address", "set", "goodput", "ignore-eos"),
             "`vllm bench serve` and guidellm measure a server that runs (docs/serving.md)",

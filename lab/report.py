@@ -101,7 +101,7 @@ def _floor(row: dict) -> dict:
 def _load(row: dict) -> str:
     if row["rate"] is not None:
         return f"{row['rate']:g} requests/s"
-    seconds = f", mixed lengths for {row['duration']} s" if row.get("duration") else ""
+    seconds = f", mixed lengths for {row['duration']:g} s" if row.get("duration") else ""
     several = f", {row['api_processes']} API processes" if row["api_processes"] > 1 else ""
     return f"{row['concurrency']} requests{seconds}{several}"
 

@@ -259,6 +259,13 @@ def test_arrivals_are_poisson_from_the_seed():
     assert list(made[1].request.tokens.ids) == [5, 6]
 
 
+def test_a_load_of_minutes_has_mixed_lengths():
+    options = Options(preset="qwen3-0.6b", minutes=1, prompt_tokens=12, max_tokens=8)
+    made = calls(options, [[7] * 12], 200)
+    assert {len(call.request.tokens.ids) for call in made} == set(range(4, 13))
+    assert {call.request.stopping.max_tokens for call in made} == set(range(3, 9))
+
+
 def test_a_server_that_does_not_start_says_why(tmp_path, capsys):
     out = ["--out", str(tmp_path / "rows.jsonl"), "--sha", "abc", "--no-cache"]
     assert main(["serve-load", *out, "--preset", "qwen9"]) == 2
