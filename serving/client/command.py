@@ -146,18 +146,13 @@ def _request(
 ) -> pb.GenerateRequest:
     request = pb.GenerateRequest()
     try:
-        request.request_id = args.request_id
         if text is None:
             first = [] if args.system is None else [dict(role="system", content=args.system)]
             request.chat.messages.extend(pb.ChatMessage(**turn) for turn in [*first, *chat])
-            if args.tools is not None:
-                request.chat.tools.extend(_tools(args.tools))
             request.chat.variables_json = json.dumps(dict(args.chat_option))
         else:
             request.text = text
         request.n, request.priority = args.n, args.priority
-        if args.cache_salt is not None:
-            request.cache_salt = args.cache_salt
         params = sampling(args)
         for name in SAMPLED:
             if (value := getattr(params, name)) is not None:
@@ -188,27 +183,6 @@ def _constrain(message: pb.Structured, args: argparse.Namespace) -> None:
         message.choice.texts.extend(args.choice)
 
 
-def _tools(path: str) -> list[pb.Tool]:
-    """Tools of a file."""
-    try:
-        given = json.loads(_read(path))
-        if not isinstance(given, list):
-            raise TypeError("not a list")
-        functions = [one["function"] for one in given]
-        return [
-            pb.Tool(
-                name=one["name"],
-                description=one.get("description") or "",
-                parameters_json=json.dumps(one["parameters"]) if one.get("parameters") else "",
-            )
-            for one in functions
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ClientError(
-            f'{path}: must be a JSON list of {{"type": "function", "function": {{"name": ...}}}}'
-        ) from error
-
-
 def _answer(args: argparse.Namespace, stub, metadata: list, request: pb.GenerateRequest) -> str:
     """Writes the answer and its statistics; returns the text of the first sequence."""
     whole = pb.GenerateResponse(sequences=[pb.Sequence() for _ in range(args.n)])
@@ -219,7 +193,7 @@ def _answer(args: argparse.Namespace, stub, metadata: list, request: pb.Generate
             for delta in deltas:
                 add(whole, delta)
                 if is_streamed:
-                    is_reasoning = _show(delta, is_reasoning, whole.sequences[0])
+                    is_reasoning = _show(delta, is_reasoning)
         whole.request_id = dict(call.initial_metadata()).get("x-request-id", "")
     text = whole.sequences[0].text
     if args.json:
@@ -232,18 +206,14 @@ def _answer(args: argparse.Namespace, stub, metadata: list, request: pb.Generate
             if sequence.reasoning:
                 _write_err(sequence.reasoning)
             _write(f"=== {number} of {args.n}\n{sequence.text}\n")
-            _write_calls(sequence.tool_calls)
     _write_err("-" * 40)
     _write_err(statistics(whole))
     return text
 
 
-def _show(delta: pb.GenerateDelta, is_reasoning: bool, sequence: pb.Sequence) -> bool:
-    """Writes reasoning to stderr, text and calls to stdout; returns whether the last line is
-    reasoning.
-
-    `sequence` has all output so far, that of `delta` included.
-    """
+def _show(delta: pb.GenerateDelta, is_reasoning: bool) -> bool:
+    """Writes reasoning to stderr and text to stdout; returns whether the last line is
+    reasoning."""
     if delta.reasoning:
         _write_err(delta.reasoning, end="")
         is_reasoning = True
@@ -251,16 +221,7 @@ def _show(delta: pb.GenerateDelta, is_reasoning: bool, sequence: pb.Sequence) ->
         _write_err("")
         is_reasoning = False
     _write(delta.text)
-    if delta.tool_calls:
-        is_first = len(sequence.tool_calls) == len(delta.tool_calls)
-        _write("\n" if is_first and sequence.text else "")
-        _write_calls(delta.tool_calls)
     return is_reasoning
-
-
-def _write_calls(calls: Sequence[pb.ToolCall]) -> None:
-    for call in calls:
-        _write(json.dumps(as_call(call), ensure_ascii=False) + "\n")
 
 
 @contextlib.contextmanager
@@ -341,7 +302,6 @@ def add(whole: pb.GenerateResponse, delta: pb.GenerateDelta) -> None:
     sequence = whole.sequences[delta.index]
     sequence.text += delta.text
     sequence.reasoning += delta.reasoning
-    sequence.tool_calls.extend(delta.tool_calls)
     sequence.token_ids.extend(delta.token_ids)
     sequence.logprobs.extend(delta.logprobs)
     sequence.prompt_logprobs.extend(delta.prompt_logprobs)
@@ -392,11 +352,6 @@ def fields(message: Message) -> dict:
     return content
 
 
-def as_call(call: pb.ToolCall) -> dict:
-    """A call as a JSON object."""
-    return {"id": call.id, "name": call.name, "arguments": json.loads(call.arguments_json)}
-
-
 def _sequence(sequence: pb.Sequence) -> dict:
     stopped_by = sequence.finish.WhichOneof("stopped_by")
     content = {
@@ -405,8 +360,6 @@ def _sequence(sequence: pb.Sequence) -> dict:
         "finish_reason": _reason(sequence.finish),
         "stopped_by": getattr(sequence.finish, stopped_by) if stopped_by else None,
     }
-    if sequence.tool_calls:
-        content["tool_calls"] = [as_call(call) for call in sequence.tool_calls]
     if sequence.reasoning:
         content["reasoning"] = sequence.reasoning
     if sequence.logprobs:

@@ -3,7 +3,14 @@
 import argparse
 from collections.abc import Callable
 
-from peagle_jax.cli.command_line import Parser, add_chat, add_constraints, add_options, given
+from peagle_jax.cli.command_line import (
+    Parser,
+    add_chat,
+    add_constraints,
+    add_options,
+    add_removed,
+    given,
+)
 from peagle_jax.errors import ConfigError
 from peagle_jax.options import options_of
 from peagle_jax.sampling_params import SamplingParams
@@ -21,6 +28,7 @@ exit codes: 0 success, 1 the server failed, 2 bad input, 3 no server or a busy o
   4 timeout, 130 interrupted"""
 
 _OF_SERVER = ("include_stop_str_in_output", "skip_special_tokens")
+_OF_CODE = "a program sends it, by gRPC or an OpenAI client (docs/serving.md)"
 SAMPLED = tuple(name for name in options_of(SamplingParams) if name not in _OF_SERVER)
 """Options of `SamplingParams`, which checks their values as the server does."""
 
@@ -45,12 +53,6 @@ def parser() -> argparse.ArgumentParser:
     add = command_line.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="text to continue (default: stdin)")
     add_chat(add)
-    add(
-        "--tools",
-        metavar="FILE",
-        help="with --chat: tools that the model may call, a JSON list as OpenAI's API takes it; "
-        "each call is written as a line of JSON",
-    )
     add("--json", action="store_true", help="write one JSON object with all fields instead of text")
     add(
         "--info",
@@ -62,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     _add_server(command_line.add_argument_group("server").add_argument)
     _add_sampling(command_line.add_argument_group("sampling").add_argument)
     add_constraints(command_line.add_argument_group("structured output").add_argument)
+    add_removed(command_line, dict.fromkeys(("tools", "cache_salt", "request_id"), _OF_CODE))
     return command_line
 
 
@@ -86,17 +89,6 @@ def _add_server(add: Callable) -> None:
         default=0,
         metavar="N",
         help="requests with a lower number leave the queue first (default: 0)",
-    )
-    add(
-        "--cache-salt",
-        metavar="TEXT",
-        help="share cached prefixes only with requests of the same salt",
-    )
-    add(
-        "--request-id",
-        default="",
-        metavar="ID",
-        help="id in the server's log (default: the server generates one)",
     )
 
 
@@ -123,7 +115,6 @@ def check(args: argparse.Namespace) -> None:
             (args.system is not None or args.chat_option) and not args.chat,
             "--system and --chat-option need --chat",
         ),
-        (args.tools is not None and not args.chat, "--tools needs --chat"),
         (args.info and args.health, "give one of --info and --health"),
         (
             (args.info or args.health) and args.prompt is not None,

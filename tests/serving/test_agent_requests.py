@@ -238,24 +238,17 @@ def test_the_priority_of_a_request_reaches_the_queue(scripted, client, capsys):
     assert [one.priority for one in scripted.script.requests] == [-3, -3, 0, 7]
 
 
-def test_calls_over_grpc_and_from_the_terminal(scripted, tmp_path, capsys):
-    scripted.say(f"Look: {CALL}", "It says 1.")
-    path = tmp_path / "tools.json"
-    path.write_text(json.dumps([TOOL]))
-    command = ["--address", scripted.live.address, "--chat", "--tools", str(path)]
-    assert main([*command, "Read!"]) == 0
-    text, line = capsys.readouterr().out.strip().split("\n")
-    call = json.loads(line)
-    assert (text, call["name"], call["arguments"]) == ("Look:", "read", READ)
+def test_calls_over_grpc(scripted):
+    scripted.say("It says 1.")
     with grpc.insecure_channel(scripted.live.address) as channel:
         stub = peagle_v1_pb2_grpc.GenerationStub(channel)
         schema = json.dumps(PARAMETERS)
         tool = pb.Tool(name="read", description="Reads a file.", parameters_json=schema)
-        made = pb.ToolCall(id=call["id"], name="read", arguments_json=json.dumps(call["arguments"]))
+        made = pb.ToolCall(id="call-1", name="read", arguments_json=json.dumps(READ))
         messages = [
             pb.ChatMessage(role="user", content="Read!"),
-            pb.ChatMessage(role="assistant", content=text, tool_calls=[made]),
-            pb.ChatMessage(role="tool", content="1", tool_call_id=call["id"]),
+            pb.ChatMessage(role="assistant", content="Look:", tool_calls=[made]),
+            pb.ChatMessage(role="tool", content="1", tool_call_id="call-1"),
         ]
         chat = pb.Chat(messages=messages, tools=[tool])
         once = stub.GenerateOnce(pb.GenerateRequest(chat=chat)).sequences[0]
@@ -276,15 +269,3 @@ def test_calls_over_grpc_and_from_the_terminal(scripted, tmp_path, capsys):
                 stub.GenerateOnce(pb.GenerateRequest(chat=wrong))
     tools = f"<tools>{json.dumps([TOOL])}</tools>"
     assert scripted.prompts[0].startswith(tools)
-
-
-@pytest.mark.parametrize(
-    "content", ["{}", "[5]", '[{"type": "function"}]', "[", '[{"function": {"name": 5}}]']
-)
-def test_a_file_without_tools_is_one_line_for_the_user(tmp_path, capsys, content):
-    path = tmp_path / "tools.json"
-    path.write_text(content)
-    assert main(["--chat", "--tools", str(path), "Hi"]) == 2
-    (line,) = capsys.readouterr().err.strip().split("\n")
-    assert str(path) in line
-    assert main(["--tools", str(path), "Hi"]) == 2
