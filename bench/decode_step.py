@@ -197,8 +197,6 @@ def _measured(options: Options, environment: dict) -> Iterator[dict]:
             dtype=runs.choose_dtype(options.dtype),
             num_devices=options.tensor_parallel,
         )
-        held = num_bytes(models.target, *models.heads.values()) / 1e9
-        _say(bar, f"{chosen.name}: {held:.1f} GB of weights")
         for variant, group in itertools.product(todo, groups(options)):
             for row in _measure(options, models, variant, group, bar):
                 row = rows.rounded(row | environment)

@@ -30,7 +30,6 @@ Protocol = Literal["grpc", "http"]
 _CHANNEL = [("grpc.max_receive_message_length", -1)]
 _USAGE = re.compile(rb'"usage": ?{')  # null in all chunks but the last
 _LOST = "LOST"  # status of a request whose connection ended
-LATENCIES = ("ttft", "tpot", "e2e")
 _PERCENTILES = (50, 90, 99)
 
 
@@ -101,7 +100,7 @@ def figures(outcomes: Sequence[Outcome], seconds: float) -> dict:
         "tokens_per_second": tokens / seconds,
         "requests_per_second": len(good) / seconds,
     }
-    for name in LATENCIES:
+    for name in ("ttft", "tpot", "e2e"):
         values = [outcome.latency(name) for outcome in good]
         row[f"{name}_ms"] = percentiles([value for value in values if value is not None])
     return row | counts.as_row()

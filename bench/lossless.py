@@ -84,11 +84,6 @@ class Options(CellOptions, EngineOptions, ModelOptions):
             check_preset(self.preset)
 
     @property
-    def kind(self) -> str:
-        """Of the rows: those of several devices are not part of the tables of one."""
-        return "lossless" if self.tensor_parallel == 1 else "parallel-lossless"
-
-    @property
     def only_greedy(self) -> bool:
         """Whether programs of rounds that are not greedy are left out."""
         return self.adaptive == ("off",)
@@ -309,7 +304,7 @@ def _row(
     ends = [max(map(len, pair)) for pair in zip(wanted, outputs, strict=True)]
     places = [(text, place) for text, place in enumerate(differences) if place is not None]
     return {
-        "kind": options.kind,
+        "kind": "lossless" if options.tensor_parallel == 1 else "parallel-lossless",
         "model": models.name,
         "dtype": models.dtype,
         "weights": models.weights,

@@ -34,8 +34,6 @@ from serving.sources import resolve
 _WARM_UP_TOKENS = 64
 _CLIENT_PROCESSES = 6  # at most
 _BARE = ("tokens_per_second", "ms_per_round", "ttft_ms_median", "acceptance_length")
-Load = Callable[..., Loaded]
-"""`Clients.load` of one server, protocol and concurrency."""
 
 
 def _list_of_rates(text: str) -> tuple[float, ...]:
@@ -57,7 +55,6 @@ class Options(ServerOptions):
 
     Args:
       preset: full-size model that is served with random weights
-      no_bare: leave out the bare engine
       protocols: how clients call the server, one row each: grpc, http (streams of /v1/completions)
       concurrency: numbers of clients, each with one request after the other
       rate: requests per second that arrive at random (Poisson), instead of --concurrency
@@ -69,7 +66,6 @@ class Options(ServerOptions):
     """
 
     preset: str
-    no_bare: bool = False
     protocols: tuple[str, ...] = option(("grpc",), type=_protocols, nargs=None, metavar="P,P")
     concurrency: tuple[int, ...] = option((1, 8, 32), excludes="load")
     rate: tuple[float, ...] = option(
@@ -126,7 +122,7 @@ def run(options: Options) -> int:
     try:
         for one in _measured(options):
             measured.append(one)
-        if not options.no_bare and options.minutes is None:
+        if options.minutes is None:
             _add_bare(options, measured)
     finally:  # rows of an interrupted run are kept
         for one in measured:
@@ -276,13 +272,13 @@ def _shortened(call: Call) -> Call:
     return Call(request=request)
 
 
-def _warm_up(load: Load, todo: Sequence[Call]) -> None:
+def _warm_up(load: Callable[..., Loaded], todo: Sequence[Call]) -> None:
     """Whole requests of a few tokens: the first ones pay for connections and allocations."""
     load([_shortened(call) for call in todo], concurrency=len(todo))
 
 
 def _measure(
-    server: Served, load: Load, todo: Sequence[Call], bar: tqdm
+    server: Served, load: Callable[..., Loaded], todo: Sequence[Call], bar: tqdm
 ) -> tuple[dict, list[list[int]]]:
     """Row fields, and the token ids of the texts."""
     before = processes(server.process.pid)
@@ -362,6 +358,7 @@ process of its own gets the same requests in the same order and at the same conc
     removed={
         "client-processes": "there are as many as clients, at most six; leave it out",
         "duration": "use --minutes",
+        "no-bare": "use --minutes, which leaves it out",
         **dict.fromkeys(
             ("address", "set", "goodput", "ignore-eos"),
             "`vllm bench serve` and guidellm measure a server that runs (docs/serving.md)",

@@ -34,11 +34,6 @@ class Options(CellOptions, SweepOptions):
     min_prompts: int = 4
     out: Path = RESULTS / "throughput.jsonl"
 
-    @property
-    def kind(self) -> str:
-        """Of the rows: those of a comparison are not part of the tables of fixed K."""
-        return "throughput" if self.adaptive == ("off",) else "adaptive"
-
     def num_prompts(self, concurrency: int) -> int:
         """A multiple of the concurrency, so that the batch stays full until near the end."""
         return max(self.min_prompts, 2 * concurrency)
@@ -77,7 +72,7 @@ def _measured(models: Models, options: Options, environment: dict, bar: tqdm) ->
             if variant.method == "none":
                 plain[concurrency] = one
             yield {
-                "kind": options.kind,
+                "kind": "throughput" if options.adaptive == ("off",) else "adaptive",
                 **models.identity(options, prompts=name, variant=variant, concurrency=concurrency),
                 **_figures(engine, variant, one, plain.get(concurrency)),
                 "prompts_left_out": left_out,
