@@ -11,13 +11,12 @@ import pytest
 
 from bench.oracle import RandomTimes
 from peagle_jax import Engine, EngineConfig, SamplingParams
-from peagle_jax.engine.device import round_shapes, round_timer, transfer
+from peagle_jax.engine.device import round_shapes, round_timer
 from peagle_jax.engine.device.stored_times import StoredTimes
 from peagle_jax.engine.host import k_by_load
 from peagle_jax.engine.host.calls import DecodeCall, RoundShape
 from peagle_jax.engine.host.request import Request
 from peagle_jax.engine.host.round_times import RoundTimes
-from peagle_jax.method.plan import DecodePlan, PrefillPlan
 from tests import tiny
 from tests.programs import OneBucketConfig
 from tests.test_families import LENGTH, MAX_TOKENS, naive, prompts, target
@@ -179,24 +178,6 @@ def one_page_config(rows: int) -> OneBucketConfig:
         page_size=LENGTH,
         prefill_chunk=LENGTH,
     )
-
-
-@pytest.mark.slow
-def test_a_plan_is_uploaded_only_when_it_changes(three_k, monkeypatch):
-    """Whatever made the drafts: prefill makes four, rounds of K = 2 two."""
-    times = RandomTimes()
-    engine = Engine(
-        target("llama"), None, one_page_config(1), drafter=oracle("llama", 4), times=times
-    )
-    engine.warm_up()
-    only(engine, 2)
-    uploaded = []
-    upload = transfer._unpack_into
-    watch = lambda plan, packed: uploaded.append(type(plan)) or upload(plan, packed)
-    monkeypatch.setattr(transfer, "_unpack_into", watch)
-    (done,) = engine.generate(prompts()[:1], SamplingParams(max_tokens=1 + 3 * 5))
-    assert done.rounds == 5
-    assert uploaded == [PrefillPlan, DecodePlan]
 
 
 def make_engine(times: RoundTimes | None, **changes) -> Engine:

@@ -105,14 +105,6 @@ def test_an_answer_equals_the_engines_output(server, client, alone):
     assert parameter(result, "spec_accepted_tokens") == expected.accepted
 
 
-def test_unset_fields_have_vllms_defaults(server, client, alone):
-    sampled = SamplingParams(temperature=1.0, seed=3, max_tokens=96, ignore_eos=True)
-    result = client.infer("tiny", inputs(dict(seed=3, ignore_eos=True)))
-    assert texts(result) == [alone.generate([PROMPT], sampled)[0].text]
-    assert parameter(result, "finish_reason") == "length"
-    assert texts(client.infer("tiny", inputs()))[0] != ""
-
-
 def test_numbers_may_be_strings_and_batches_one_by_one(server, client):
     as_text = {"temperature": "0.7", "max_tokens": "12", "seed": "9007199254740993", "n": "1"}
     as_numbers = {"temperature": 0.7, "max_tokens": 12.0, "seed": 9007199254740993, "top_k": -1}
@@ -205,17 +197,6 @@ def test_typed_contents_are_answered_in_kind(server, stub, client):
     assert not response.raw_output_contents
     (text,) = response.outputs[0].contents.bytes_contents
     assert [text.decode()] == texts(client.infer("tiny", inputs(LONG)))
-
-
-@pytest.mark.slow
-def test_a_client_that_does_not_read_delays_no_other(server, stub, client):
-    """More answers than the call's buffers take: its requests wait, others do not."""
-    request = typed_request(text_input=PROMPT, sampling_parameters=json.dumps(LONG), stream=True)
-    call = stub.ModelStreamInfer(iter([request] * 40))
-    next(call)
-    assert texts(client.infer("tiny", inputs(LONG)))
-    finals = [answer.infer_response.parameters["triton_final_response"] for answer in call]
-    assert sum(one.bool_param for one in finals) == 40
 
 
 @pytest.mark.parametrize("options", [dict(client_timeout=0.005), dict(timeout=5000)])
@@ -362,10 +343,6 @@ def test_metadata_of_server_and_model(server, client):
             call()
     with pytest.raises(InferenceServerException, match="UNIMPLEMENTED"):
         client.load_model("tiny")
-
-
-def test_a_stream_without_requests_ends(server, stub):
-    assert list(stub.ModelStreamInfer(iter([]), timeout=30)) == []
 
 
 def test_a_message_that_is_refused_ends_itself_only(server, live):

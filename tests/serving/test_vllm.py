@@ -63,15 +63,6 @@ def test_a_stream_is_chunks_and_one_complete(server, stub, alone):
     assert once.complete == whole
 
 
-def test_ids_and_text_are_prompts(server, stub, tokenizer):
-    tokenized = pb.TokenizedInput(input_ids=tokenizer.encode(PROMPT), original_text="not read")
-    by_ids = pb.GenerateRequest(
-        tokenized=tokenized, sampling_params=Params(temperature=0, max_tokens=8)
-    )
-    by_text = ask(temperature=0, max_tokens=8)
-    assert completes(stub.Generate(by_ids)) == completes(stub.Generate(by_text))
-
-
 def test_unset_fields_have_vllms_defaults(server, stub, alone):
     """Temperature 1, top_p 1, one sequence, and as many tokens as fit; not what proto3 says: 0."""
     (seeded,) = completes(stub.Generate(ask(seed=5, ignore_eos=True)))
@@ -259,17 +250,6 @@ def test_the_tokenizer_can_be_fetched(server, stub, tokenizer, tmp_path):
     ).read_bytes()
     again = list(stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
     assert again[-1].sha256 == chunks[-1].sha256
-
-
-def test_other_methods_are_unimplemented(server, stub):
-    for call in (
-        lambda: stub.Embed(pb.EmbedRequest()),
-        lambda: stub.StartProfile(common_pb2.StartProfileRequest()),
-        lambda: list(stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())),
-    ):
-        with pytest.raises(grpc.RpcError) as caught:
-            call()
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_a_server_without_a_tokenizer_takes_ids_only(make_engine):

@@ -6,7 +6,7 @@ import pytest
 from peagle_jax.config import ConfigError
 from peagle_jax.training import __main__ as command
 from peagle_jax.training import drafter
-from peagle_jax.training.options import REMOVED, parser
+from peagle_jax.training.options import REMOVED
 from peagle_jax.training.stored_text import batches, held_out, load_text
 from tests import tiny
 from tests.training.small import head_options, run_config
@@ -85,11 +85,6 @@ def test_a_mistake_is_one_line_and_nothing_is_written(folders, capsys, line, mes
 def test_a_removed_stage_is_refused_with_the_reason(stage, capsys):
     error = refusal(f"{stage} --out run", capsys)
     assert error == f"peagle-train: error: {stage} {REMOVED[stage]}\n"
-
-
-@pytest.mark.parametrize("options", ["--temperatures 0 1", "--num-heldout 0", "--seed 0"])
-def test_the_ends_of_a_range_are_in_it(folders, options):
-    command.check(parser().parse_args(f"{HEAD} {options}".format(**folders).split()))
 
 
 @pytest.mark.parametrize(
@@ -174,12 +169,3 @@ def test_an_epoch_has_every_text_once_and_the_next_another_order():
     for epoch in epochs:
         assert sorted(sum(epoch, ())) == list(range(6))
     assert epochs[0] != epochs[1]
-
-
-def test_help_shows_the_defaults_of_a_stage(capsys):
-    with pytest.raises(SystemExit):
-        parser().parse_args(["head", "--help"])
-    text = capsys.readouterr().out
-    assert "(default 1024)" in text
-    assert "(default None)" not in text
-    assert "(default False)" not in text
