@@ -86,11 +86,23 @@ def tile_columns(*models: nnx.Module | None) -> None:
 
 def in_columns(model: nnx.Module) -> set[tuple[str | int, ...]]:
     """Paths of the weights that are in `column_tiles`."""
-    return {
-        (*path, "weight")
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, Linear | Embed) and module.weight.ndim == 3
-    }
+    return {(*path, "weight") for path, _ in _tiled(model)}
+
+
+def in_rows[Model: nnx.Module](model: Model) -> Model:
+    """The model with rows in place of `column_tiles`, as training reads it; it shares the other
+    arrays."""
+    model = jax.tree.map(lambda leaf: leaf, model)
+    for _, module in _tiled(model):
+        module.weight = nnx.Param(column_tiles.restore(module.weight.get_value()))
+    return model
+
+
+def _tiled(model: nnx.Module) -> Iterator[tuple[tuple[str | int, ...], nnx.Module]]:
+    """The paths and modules of the weights in `column_tiles`."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Linear | Embed) and module.weight.ndim == 3:
+            yield path, module
 
 
 def _multiplied(model: nnx.Module) -> Iterator[nnx.Module]:

@@ -18,6 +18,7 @@ import numpy as np
 from peagle_jax.engine.host.completion import Completion
 from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.models import Decoder
+from peagle_jax.models.weight_order import in_rows
 from peagle_jax.training.drafter import head_loss
 from peagle_jax.training.embedding import TrainedEmbed
 from peagle_jax.training.passes import LossOptions
@@ -67,12 +68,13 @@ def drafter_state(
     """The state before the first step; the head's arrays are copied.
 
     Args:
-      head: on one device; products are computed in the dtype of its weights.
+      head: on one device, an engine's own or one that was loaded; products are computed in the
+        dtype of its weights.
       learning_rate: of Muon for its inner matrices; two thirds of it for tables and vectors.
       weight_decay, microbatches, seed: as of `trainer.UpdateConfig`.
     """
     dtype = head.norm.weight.dtype
-    trained = jax.tree.map(lambda leaf: leaf, head)
+    trained = in_rows(head)
     if trained.embed is not None:
         trained.embed = TrainedEmbed(trained.embed)
     weights, merge = split_model(trained)
@@ -106,7 +108,7 @@ def drafter_state(
 
 def _loss(merge, options: LossOptions, params: Params, constants, text: Text, key):
     """`head_loss` with the weights that are not trained; half of the anchors of a row are."""
-    target, kept = constants
+    target, kept = in_rows(constants[0]), constants[1]
     taps = merge(params | kept).config.taps or target.config.default_taps
     options = replace(options, anchors=text.tokens.shape[1] // 2)
     whole = lambda params: merge(params | cast(kept, options.dtype))

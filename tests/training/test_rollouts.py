@@ -7,7 +7,9 @@ import pytest
 from flax import nnx
 
 from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.models import weight_order
 from peagle_jax.training.rollouts import Rollouts, drafter_state, drafter_step, head_of, texts_of
+from peagle_jax.training.stored_text import Text
 from tests import tiny
 from tests.programs import one_bucket
 
@@ -44,6 +46,27 @@ def test_a_head_learns_the_texts_of_its_target_and_drafts_them(method):
                 nnx.state(head.selector),
             )
         )
+
+
+@pytest.mark.slow
+def test_an_engines_own_models_train_as_those_that_were_loaded(monkeypatch):
+    """On a CPU of few cores they are in tiles of columns."""
+    monkeypatch.setattr(weight_order, "MOST_CORES", 1000)
+    models = tiny.target(**tiny.ONE_LAYER), tiny.head("selector", num_taps=1, taps=(0,))
+    tiled = jax.tree.map(jnp.copy, models)
+    weight_order.tile_columns(*tiled)
+    assert all(any(leaf.ndim == 3 for leaf in jax.tree.leaves(one)) for one in tiled)
+    losses, heads = [], []
+    texts = Text(np.arange(50, dtype=np.int32).reshape(2, 25), np.array([3, 5]), np.array([25, 20]))
+    for target, head in (models, tiled):
+        state, report = drafter_step(
+            drafter_state(head, learning_rate=0.1), Rollouts(target, texts)
+        )
+        losses.append(float(report["loss"][0]))
+        heads.append(jax.tree.leaves(head_of(state)))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for one, other in zip(*heads, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
 
 
 def test_texts_are_cut_and_padded_to_one_length():
