@@ -46,8 +46,7 @@ from peagle_jax.sampling_params import SamplingParams
 
 _DEFAULT_K = 7
 _PAGE = 64
-_PREFILLS = 3
-"""Runs of the prefill alone; a row has their median."""
+_PREFILLS = 3  # runs of the prefill alone; a row has their median
 _WARM_UP_TOKENS = 24
 _MEASURED = 10**6  # number of the first request that is measured
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")

@@ -47,10 +47,8 @@ from peagle_jax.sampling_params import SamplingParams
 _LISTED = 8  # differences in a row, at most
 _LEAST_PROMPTS = 4  # of a cell
 _PAGE = 64
-_COUNTED = (
-    *("prompt_tokens", "rounds", "drafted", "accepted", "acceptance_length"),
-    *("acceptance_per_position", "seconds"),
-)
+_COUNTED = ("prompt_tokens", "rounds", "drafted", "accepted", "acceptance_length")
+_COUNTED += ("acceptance_per_position", "seconds")
 
 Cells = dict[Variant, tuple[int, ...]]
 """Concurrencies of each variant."""
