@@ -15,6 +15,7 @@ from peagle_jax.checkpoint import (
     CheckpointError,
     load_head,
     load_target,
+    save_head,
     save_speculators_head,
 )
 from peagle_jax.checkpoint.safetensors import write
@@ -103,6 +104,22 @@ def test_a_head_in_another_layout_has_the_same_logits(name, tmp_path):
     head = load(write_head(tmp_path, *layout.convert(*parts(layout.source))))
     assert (head.config.taps or target().config.default_taps) == (2, 4, 5)
     check_logits(head, layout.source)
+
+
+@pytest.mark.parametrize("name", layouts.LAYOUTS)
+def test_a_head_of_any_layout_is_written_as_aws_writes_it(name, tmp_path):
+    layout = layouts.LAYOUTS[name]
+    head = load(write_head(tmp_path / "in", *layout.convert(*parts(layout.source))))
+    save_head(head, tmp_path / "out", max_position=512, dtype="float32")
+    again = load(tmp_path / "out")
+    assert again.config == head.config
+    check_logits(again, layout.source)
+    written = Checkpoint(tmp_path / "out")
+    assert written.info("d2t").dtype == np.int64
+    assert written.info("t2d").dtype == bool
+    assert not any(n.startswith(("layers.0.", "model.")) for n in written.names())
+    if "mask_hidden" in written:
+        assert written.info("mask_hidden").shape == (1, 1, 192)
 
 
 @pytest.mark.parametrize("name", ["peagle-4", "eagle31", "peagle-qwen3"])

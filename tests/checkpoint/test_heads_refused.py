@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from convert.summary import inspect
 from peagle_jax.checkpoint import (
     CheckpointError,
     load_head,
@@ -153,7 +152,6 @@ def test_keys_of_a_head_that_change_nothing_are_named_once(tmp_path, caplog):
     keys = ["apple", *of_blocks, "transformer_layer_config.zebra"]
     line = f"keys of config.json that change nothing: {', '.join(keys)}"
     assert [record.message for record in caplog.records] == [f"{folder}: {line}"]
-    assert line in list(inspect(folder))
     caplog.clear()
     for name in HEADS:
         load_head(GOLDEN / name, target(), dtype="float32")

@@ -33,7 +33,7 @@ def test_an_exit_waits_for_the_calls_in_flight():
 
 COMMANDS = {
     "peagle-generate": "-m peagle_jax --max-tokens 64 --ignore-eos x",
-    "peagle-convert": "-m convert inspect {target}",
+    "peagle-convert": "-m convert plan {target}",
     "peagle-train": "-m peagle_jax.training plan --preset qwen3-0.6b",
     "python -m lab": "-m lab matrix",  # and peagle-bench
 }

@@ -50,6 +50,13 @@ def test_convert_writes_nothing_inside_its_source(read, out, cli, source, tmp_pa
     assert not (source / "sub").exists()
 
 
+def test_relative_paths_are_understood(cli, source, monkeypatch):
+    monkeypatch.chdir(source)
+    assert "written inside" in cli("convert", ".", "sub")[2]
+    assert cli("convert", ".", "../out")[0] == 0
+    assert cli("verify", ".", "../out")[0] == 0
+
+
 def test_the_unfinished_folder_is_not_the_source(cli, source, tmp_path):
     """OUT's unfinished folder is OUT.partial: a source of that name would be emptied."""
     named = source.rename(source.with_name("out.partial"))
@@ -65,6 +72,18 @@ def test_the_unfinished_folder_is_not_the_source(cli, source, tmp_path):
     assert code == 2
     assert "written around" in err
     assert files(below) == before
+
+
+def test_nothing_is_written_into_a_heads_target(cli, tmp_path):
+    target = tmp_path / "head.partial"
+    shutil.copytree(GOLDEN / "llama", target)
+    before = files(target)
+    for out in (target / "sub", tmp_path / "head"):
+        argv = ("convert", GOLDEN / "peagle-1", out, "--target", target)
+        code, _, err = cli(*argv)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "which is read" in err
+    assert files(target) == before
 
 
 def test_export_writes_nothing_inside_what_it_reads(cli, source, tmp_path):

@@ -422,6 +422,14 @@ def test_large_definitions_are_remembered_too(engine, monkeypatch):
     run(engine, work)
 
 
+@pytest.mark.parametrize("kind", ["choice", "json_schema"])
+def test_half_of_a_surrogate_pair_is_named(engine, kind):
+    half = "\ud800"
+    text = {"choice": [half], "json_schema": {"const": half}}.get(kind, f'start: "{half}"')
+    with pytest.raises(ServiceError, match="half of a surrogate pair"):
+        run(engine, lambda made: made.compile(getattr(Structured, kind)(text), field="f"))
+
+
 def test_a_schema_that_is_too_long_is_refused_before_it_is_parsed():
     with pytest.raises(ConfigError, match="characters are more than"):
         Structured.json_schema("[" * (1 << 20))

@@ -1,5 +1,7 @@
 """A request whose logits are not finite, as its client, its neighbours and an operator see it."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import grpc
 import httpx
 import jax.numpy as jnp
@@ -70,3 +72,12 @@ def test_grpc_ends_with_internal_and_the_sentence(server, call):
     assert caught.value.code() is grpc.StatusCode.INTERNAL
     assert caught.value.details() == NOT_FINITE
     assert moved(server, before)["peagle:requests_not_finite_total"] == 1
+
+
+def test_neighbours_get_what_they_get_alone(server):
+    want = post(server, GOOD, max_tokens=40).json()["choices"]
+    with ThreadPoolExecutor(8) as pool:
+        good = [pool.submit(post, server, GOOD, max_tokens=40) for _ in range(4)]
+        bad = [pool.submit(post, server, [BAD, *GOOD]) for _ in range(4)]
+    assert [one.result().json()["choices"] for one in good] == [want] * 4
+    assert {one.result().status_code for one in bad} == {500}

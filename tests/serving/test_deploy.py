@@ -280,6 +280,26 @@ def test_servers_of_kubernetes_exist_and_may_drain(name, key, stages):
     assert limits.get("nvidia.com/gpu", 1) == found.tensor_parallel
 
 
+def test_the_gateway_of_kubernetes_lists_every_server(stages):
+    all_objects = objects("kubernetes-replicas.yaml")
+    owner = all_objects["StatefulSet", "peagle-replica"]
+    gateway = all_objects["Deployment", "peagle-gateway"]["template"]["spec"]
+    (server,), (container,) = owner["template"]["spec"]["containers"], gateway["containers"]
+    args, found = smg_options(container["args"]), in_force(stages, server["args"])
+    service = owner["serviceName"]
+    names = [f"peagle-replica-{i}.{service}" for i in range(owner["replicas"])]
+    assert args.worker_urls == [f"grpc://{name}:{found.port}" for name in names]
+    check_balance(args)
+    checks = args.health_success_threshold * args.health_check_interval_secs
+    assert owner["minReadySeconds"] > checks  # before the next server is replaced
+    headless = all_objects["Service", service]
+    assert headless["clusterIP"] == "None"
+    assert headless["publishNotReadyAddresses"]  # the gateway still reads from one that drains
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert ports == {"http": args.port, "metrics": args.prometheus_port}
+    assert gateway["terminationGracePeriodSeconds"] > args.shutdown_grace_period_secs
+
+
 def check_balance(args) -> None:
     """The gateway polls its servers' health often, and retries refused requests on another one."""
     assert not args.disable_retries

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import http.client
 import itertools
+import json
 import random
 import socket
 import ssl
@@ -497,6 +498,26 @@ def test_an_older_connection_is_replaced_before_a_young_one():
     assert hall.closed == ["silent/1", "kept/1", "burst/1"]
 
 
+def test_an_answered_connection_is_replaced_before_a_young_one_of_another_address():
+    hall = Hall(most=2, most_per_address=2)
+    hall.enter("probe/1")
+    hall.now = 0.1
+    hall.enter("kept/1")
+    hall.serve("kept/1")
+    hall.enter("new/1")
+    assert hall.closed == ["kept/1"]
+
+
+def test_silent_connections_are_spared_for_the_grace_only():
+    hall = Hall(most=2, most_per_address=2)
+    hall.enter("first/1")
+    hall.now = 0.5
+    hall.enter("second/1")
+    hall.now = 1.2
+    hall.enter("second/2")
+    assert hall.closed == ["first/1"]
+
+
 @pytest.mark.parametrize("most_per_address", [4, 2])
 def test_a_probe_is_answered_in_a_burst_of_connections(server, most_per_address):
     """All wait in the listening socket's queue, so that one turn of the event loop accepts them."""
@@ -537,3 +558,21 @@ def test_clients_that_leave_before_their_request_is_complete(server, caplog):
     assert status(server.http_address).status_code == 200
     server.call(lambda: None)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_bytes_that_are_not_http_are_refused(server):
+    with connect(server.http_address) as connection:
+        connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")  # a TLS client at a port without TLS
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_requests_of_one_connection_are_answered_in_order(server):
+    bodies = [json.dumps(dict(prompt="a", max_tokens=n, ignore_eos=True)).encode() for n in (9, 3)]
+    with connect(server.http_address) as connection:
+        for one in bodies:
+            connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(one) + one)
+        connection.sendall(GET + b"Connection: close\r\n\r\n")
+        answers = read_all(connection).split(b"HTTP/1.1 200 OK")[1:]
+    counts = [json.loads(one.partition(b"\r\n\r\n")[2]) for one in answers]
+    assert [one["usage"]["completion_tokens"] for one in counts[:2]] == [9, 3]
+    assert counts[2] == {"status": "serving", "paused": False}

@@ -477,3 +477,45 @@ def test_the_embedded_model_is_soon_served(environment, tmp_path):
                 request = pb.GenerateRequest(text="def", stopping=pb.Stopping(max_tokens=4))
                 assert stub.GenerateOnce(request).usage.completion_tokens > 0
             assert server.stop(LIMIT) == 0
+
+
+MOST_SECONDS = 0.02
+WATCH = """
+import gc, os, pathlib, sys, threading, time
+
+folder = pathlib.Path(os.environ["COLLECTIONS"])
+
+def watch():
+    # Hundreds are frozen at the start.
+    while not (folder / "collect").exists() or gc.get_freeze_count() < 10_000:
+        time.sleep(0.01)
+    start = time.thread_time()
+    gc.collect()
+    seconds, name = time.thread_time() - start, f"{os.getpid()}.seconds"
+    (folder / "part").mkdir(exist_ok=True)
+    (folder / "part" / name).write_text(f"{seconds} {gc.isenabled()} {len(sys.modules)}")
+    os.replace(folder / "part" / name, folder / name)
+
+if any("serving" in argument for argument in sys.orig_argv):
+    threading.Thread(target=watch, daemon=True).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_full_collection_is_short_in_every_process_while_requests_run(environment, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    paths = [str(tmp_path), str(Path(__file__).parents[2])]
+    mine = environment | {"COLLECTIONS": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    options = ["--max-num-seqs", "4", "--max-model-len", "512"]
+    made = Served(options, log=tmp_path / "log", environment=mine)
+    with made as server, connections(server.wait(), 1) as (stub,):
+        endless = pb.Stopping(max_tokens=400, ignore_eos=True)
+        calls = [begun(stream(stub, stopping=endless)) for _ in range(4)]
+        (tmp_path / "collect").touch()
+        eventually(lambda: len([*tmp_path.glob("*.seconds")]) == 2, "both processes collected")
+        assert all(count > 0 for *_, count in ends_of(calls))
+    found = [file.read_text().split() for file in tmp_path.glob("*.seconds")]
+    for seconds, is_enabled, modules in found:
+        assert is_enabled == "True"
+        assert int(modules) > 100
+        assert float(seconds) < MOST_SECONDS, found

@@ -99,6 +99,11 @@ def status(function, *args, **named) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
+def test_clients_without_tls_cannot_connect(secure):
+    with grpc.insecure_channel(secure.address) as over:
+        assert status(generate, over) is grpc.StatusCode.UNAVAILABLE
+
+
 @pytest.mark.parametrize(("client", "ca"), [(None, "ca"), ("stranger", "ca"), ("client", "other")])
 def test_certificates_of_other_authorities_are_refused(secure, pki, client, ca):
     with channel(secure, pki, client, ca) as over:
