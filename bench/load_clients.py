@@ -30,6 +30,7 @@ Protocol = Literal["grpc", "http"]
 _CHANNEL = [("grpc.max_receive_message_length", -1)]
 _USAGE = re.compile(rb'"usage": ?{')  # null in all chunks but the last
 _LOST = "LOST"  # status of a request whose connection ended
+_GONE = _LOST, "UNAVAILABLE"  # after which a client ends: the server may have gone
 _PERCENTILES = (50, 90, 99)
 
 
@@ -282,7 +283,7 @@ async def _load(work: Work, pipe: Connection) -> tuple[list[Outcome], float, flo
         begin, cpu = await asyncio.to_thread(pipe.recv), time.process_time()
         outcomes: dict[int, Outcome] = {}  # by number of the call
 
-        async def make(index: int, connection: "_HttpConnection | None" = None) -> None:
+        async def make(index: int, connection: "_HttpConnection | None" = None) -> str:
             call = work.todo[index % len(work.todo)]
             if call.start is not None:
                 await asyncio.sleep(max(0.0, begin + call.start - time.perf_counter()))
@@ -292,13 +293,13 @@ async def _load(work: Work, pipe: Connection) -> tuple[list[Outcome], float, flo
                 connection = connection or _HttpConnection(work.address)
                 outcomes[index] = await connection.call(call)
             pipe.send(None)
+            return outcomes[index].code
 
         async def client(numbers: Iterator[int]) -> None:
             connection = _HttpConnection(work.address)
             for index in numbers:
-                if time.perf_counter() > end:
+                if time.perf_counter() > end or await make(index, connection) in _GONE:
                     return
-                await make(index, connection)
 
         end = float("inf") if work.seconds is None else begin + work.seconds
         numbers = iter(range(len(work.todo))) if work.seconds is None else itertools.count()

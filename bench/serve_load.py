@@ -65,7 +65,7 @@ class Options(ServerOptions):
       seed: seed of arrivals, prompts and random weights
     """
 
-    preset: str
+    preset: str = option()
     protocols: tuple[str, ...] = option(("grpc",), type=_protocols, nargs=None, metavar="P,P")
     concurrency: tuple[int, ...] = option((1, 8, 32), excludes="load")
     rate: tuple[float, ...] = option(
@@ -114,7 +114,7 @@ class Measured:
 
 def run(options: Options) -> int:
     """Measures, a row each, and prints them."""
-    if options.minutes is not None and (options.rate or options.minutes <= 0):
+    if options.minutes is not None and (options.rate or not 0 < options.minutes < float("inf")):
         raise ConfigError("--minutes is a positive time for clients of --concurrency, not --rate")
     environment = options.environment()
     measured: list[Measured] = []

@@ -279,8 +279,9 @@ class Table:
             return  # of missing weights
         try:
             transform.shape([info.shape for info in infos])
-        except CheckpointError as error:
-            raise CheckpointError(f"{infos[0].name}: {error}") from error
+        except CheckpointError as error:  # the shape of a weight may be wrong too
+            self.misfits.append(f"{infos[0].name}: {error}")
+            return
         self.add((*path, "scale"), infos, transform)
 
 

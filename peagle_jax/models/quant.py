@@ -117,7 +117,7 @@ def _quotient(over: jax.Array, by: jax.Array) -> tuple[jax.Array, jax.Array]:
     """over / by, rounded to the nearest float32: significand * 2^(exponent - 150).
 
     XLA's own quotient is off by up to two units in the last place on GPUs (PTX's `div.full.f32`),
-    and loses subnormal numbers on CPUs. Here it is an estimate, which may be off by three units:
+    and loses subnormal numbers on CPUs. Here it is an estimate, off by two units in the last place:
     integers correct it. The remainder is below 2^31, so it is exact though its terms overflow. No
     quotient of two floats lies halfway between two others.
 

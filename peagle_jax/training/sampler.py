@@ -15,7 +15,7 @@ from peagle_jax.errors import ConfigError
 from peagle_jax.models import Decoder
 from peagle_jax.sampling_params import SamplingParams
 
-_LEFT_OUT = ("beam_size", "return_logits", "echo")
+_LEFT_OUT = "beam_size", "return_logits", "echo", "eos_tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class EngineSampler:
         self,
         input_strings: str | Sequence[str],
         max_generation_steps: int,
-        *,
         max_prompt_length: int | None = None,
+        *,
         temperature: float = 0.0,
         top_p: float | None = None,
         top_k: int | None = None,
@@ -73,11 +73,13 @@ class EngineSampler:
 
         Args:
           max_prompt_length: the width to which prompts are padded; None: that of the longest.
-          others: beams, logits and echo, which callers of tunix may turn off.
+          others: beams, logits, echo and ends of text, which callers of tunix may leave empty, and
+            `return_logprobs`, because log-probabilities always come.
 
         Raises:
-          ConfigError: a prompt is longer, there is none, or beams, logits or an echo are asked for.
+          ConfigError: a prompt is longer, there is none, or one of `others` is asked for.
         """
+        others.pop("return_logprobs", None)
         for name, value in others.items():
             if value or name not in _LEFT_OUT:
                 raise ConfigError.of(name, "is not offered; leave it out")

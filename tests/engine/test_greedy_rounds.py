@@ -4,9 +4,11 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from bench import timing
 from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.device.program import GreedyRound, Prefill, Round
 from peagle_jax.engine.host.calls import RoundShape
@@ -175,3 +177,13 @@ def test_a_program_that_is_ready_late_takes_over_between_two_calls():
             engine.step()
         texts.append(request.output)
     assert texts[0] == texts[1]
+
+
+def test_the_time_of_a_call_is_divided_by_its_rounds(monkeypatch):
+    engine = ready(CALLS_OF_THREE)
+    clock = iter(range(0, 9999, 6))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    measured = timing.drive(engine, PROMPTS[:2], params, concurrency=2)
+    assert measured.ms_per_round == 2000.0  # 6 seconds for three rounds
+    assert measured.timed_rounds > 9

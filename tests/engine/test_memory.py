@@ -14,6 +14,7 @@ from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.engine.device import memory
 from peagle_jax.engine.device.memory import DeviceSummary
 from peagle_jax.engine.device.resolve import resolve_config
+from peagle_jax.method.step import init_state
 from tests.tiny import FAMILIES, HEAD, TARGET
 
 CONFIG = EngineConfig(num_draft=1, prefill_chunk=8, max_num_seqs=4, max_model_len=64, page_size=16)
@@ -165,6 +166,22 @@ def test_free_memory_is_that_of_the_pool_which_jax_got(
         monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", preallocate)
     assert memory.free_bytes(1) == free
     assert ("another process uses the device" in caplog.text) == (free == 500)
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(draft_sampling="sample")])
+def test_what_a_state_holds_of_drafts_is_part_of_the_plan(monkeypatch, changes):
+    """Their distributions: the pages leave room for them."""
+    config = replace(CONFIG, max_num_seqs=64, prefix_caching=False, num_pages=60, **changes)
+    state = jax.eval_shape(lambda: init_state(TARGET, HEAD, config))
+    held = [state.draft_probs]
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
+    assert memory.draft_bytes(TARGET, config) == size
+    monkeypatch.setattr(memory, "_call_bytes", lambda *_: 0)
+    needed = sum(memory._needs(TARGET, HEAD, config, "cpu").values())
+    assert fit(needed / 0.85 + 1, config=config) == 60
+    if size:
+        with pytest.raises(ConfigError, match=f"{size:,} for drafts"):
+            fit((needed - size) / 0.85, config=config)
 
 
 def test_a_configuration_is_resolved_without_a_device(monkeypatch):

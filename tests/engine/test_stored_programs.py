@@ -23,7 +23,7 @@ from pallas_kernels import dispatch
 from peagle_jax import EngineConfig, SamplingParams
 from peagle_jax.engine.device import stored_programs
 from peagle_jax.engine.device.stored_programs import StoredPrograms, make_room
-from peagle_jax.method.verify import verify
+from peagle_jax.method.verify import verify, verify_blocks
 from tests import suite
 from tests.programs import small_engine
 from tests.waiting import LIMIT
@@ -288,6 +288,22 @@ def test_a_folder_that_others_can_write_is_not_used(folder, caplog):
     assert "no other can write to" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(config=replace(CONFIG, num_draft=3)),
+        dict(config=replace(CONFIG, max_logprobs=3)),
+        dict(config=replace(CONFIG, greedy_rounds=None, rounds_per_call=2)),
+        dict(config=replace(CONFIG, draft_sampling="sample")),
+        dict(structure=jax.tree.structure([1, (2,)])),
+        dict(statics={"accept": verify_blocks}),
+        dict(statics={"accept": verify, "taps": (1, 2)}),
+    ],
+)
+def test_another_engine_has_other_files(folder, change):
+    assert path_of(stored(folder, **change)) != path_of(stored(folder))
+
+
 def test_what_only_the_host_reads_changes_no_file(folder):
     of_host = replace(CONFIG, max_waiting=7)
     assert path_of(stored(folder, config=of_host)) == path_of(stored(folder))
@@ -350,6 +366,14 @@ def test_a_rule_without_a_name_is_not_kept(folder, caplog):
         found.add(path_of(stored(folder, statics={"accept": keyed})))
     assert len(found) == 2
     assert None not in found
+
+
+def test_a_drafter_of_another_package_is_not_kept(folder):
+    @jax.tree_util.register_static
+    class Drafter:
+        pass
+
+    assert path_of(stored(folder, jax.tree.structure(Drafter()))) is None
 
 
 def test_files_used_the_longest_ago_make_room(tmp_path):

@@ -33,6 +33,17 @@ def test_files_are_served_with_strict_headers(http, name):
     assert HEADERS.items() <= dict(answer.headers).items()
 
 
+def test_the_policy_allows_this_server_only():
+    policy = HEADERS["content-security-policy"].split("; ")
+    own = {f"{name}-src 'self'" for name in ("script", "style", "connect")}
+    none = {f"{name} 'none'" for name in ("default-src", "base-uri", "form-action")}
+    none |= {"frame-ancestors 'none'", "trusted-types 'none'"}
+    others = {"img-src 'self' data:", "require-trusted-types-for 'script'"}
+    assert set(policy) == own | none | others
+    assert HEADERS["x-content-type-options"] == "nosniff"
+    assert HEADERS["referrer-policy"] == "no-referrer"
+
+
 @pytest.mark.parametrize("path", ["/", "/page"])
 def test_the_root_redirects_to_the_page(http, path):
     answer = http.get(path)

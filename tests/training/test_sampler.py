@@ -27,7 +27,7 @@ def test_answers_come_in_the_form_of_tunix_and_follow_new_weights():
     assert out.tokens.shape == (4, 6)
     assert [len(row) for row in out.logprobs] == [6] * 4
     assert len(set(map(bytes, out.tokens))) > 2
-    again = sampler(["x = [", "def f("], 6, return_logits=False, **asked)
+    again = sampler(["x = [", "def f("], 6, return_logits=False, return_logprobs=True, **asked)
     np.testing.assert_array_equal(np.stack(again.tokens), out.tokens)
     sampler.update_params(jax.tree.map(lambda x: 0.9 * x, target))
     moved = sampler(["x = [", "def f("], 6, **asked)
@@ -48,5 +48,5 @@ def test_the_interface_is_that_of_the_released_package():
     fields = lambda kind: [field.name for field in dataclasses.fields(kind)]
     assert fields(SamplerOutput) == fields(base.SamplerOutput)
     names = lambda kind: set(inspect.signature(kind.__call__).parameters)
-    assert names(base.BaseSampler) - names(EngineSampler) == set(_LEFT_OUT)
+    assert names(base.BaseSampler) - names(EngineSampler) <= set(_LEFT_OUT)
     assert all(hasattr(EngineSampler, name) for name in base.BaseSampler.__abstractmethods__)

@@ -15,7 +15,7 @@ from peagle_jax.config import EngineConfig
 from peagle_jax.engine.device import ring_copies
 from peagle_jax.engine.device.functions import Functions
 from peagle_jax.engine.device.output_shapes import prefill_output, round_output, spec_of
-from peagle_jax.engine.device.read_only import ReadOnly, join, without
+from peagle_jax.engine.device.read_only import ReadOnly, join, read_only, without
 from peagle_jax.engine.device.transfer import Resident, pack
 from peagle_jax.engine.host.calls import DecodeCall, RoundShape, idle_prefill
 from peagle_jax.engine.host.controls import idle_controls
@@ -163,7 +163,7 @@ class Round(Call):
         return round_output(config, self.shape, is_greedy=False)
 
     def parts(self, state: step.State) -> tuple[step.State, ReadOnly]:
-        kept = state.params, state.controls._replace(counts=None)
+        kept = read_only(state)
         return without(state, kept), kept
 
     def joined(self, state: step.State, written: step.State) -> step.State:

@@ -1,8 +1,7 @@
 """Pages that running requests hold: those of the calls in flight, and some ahead. No jax here.
 
-    |-- committed: KV final --|-- (J+1) per round in flight --|-- lookahead of this call --|-- ahead
-    --|
-    0                         known                           upper bound                   needed
+    |-- committed: KV final --|-- J+1 a round in flight --|-- lookahead of the call --|-- ahead --|
+    0                         known                       upper bound                 needed
 
 all capped at max_model_len (the device drops writes beyond it). A plan is uploaded when its page
 table has changed. So a request takes pages ahead, and keeps the same ones for many rounds, as long
