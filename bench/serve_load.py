@@ -363,9 +363,7 @@ process of its own gets the same requests in the same order and at the same conc
             ("address", "set", "goodput", "ignore-eos"),
             "`vllm bench serve` and guidellm measure a server that runs (docs/serving.md)",
         ),
-        **dict.fromkeys(
-            ("cancel-share", "constrained", "deadline-ms"), "a load has whole free requests"
-        ),
+        **dict.fromkeys(("cancel-share", "constrained", "deadline-ms"), "requests are whole, free"),
         "overhead": "rows have the bare engine's tokens per second too",
         "repeats": "it was for --overhead; leave it out",
         "lock-shares": "run `py-spy record --gil` beside the command",
