@@ -243,8 +243,16 @@ class Plan:
             "target's states": 2 * tokens * (head.num_taps + 6) * target.hidden_size,
             "target's distributions": 2 * tokens * target.vocab_size,
             "head's activations": 2 * rows * head.num_layers * inner,
+            "head's attention": self._attention_bytes(tokens),
             "logits of a chunk": 16 * chunk * head.draft_vocab_size,
         }
+
+    def _attention_bytes(self, tokens: int) -> int:
+        """Queries, outputs and gradients of P-EAGLE's rows, which lie at the slots of every depth
+        while a layer attends (`picked.widened`): as many as steps of 20,480 tokens had."""
+        head = self.head
+        of_depth = 20 * tokens * head.num_heads * head.head_dim
+        return of_depth * head.trained_num_draft if head.method == "peagle" else 0
 
     def flops(self) -> float:
         """Of a step: the target's pass and its logits, the head's two passes and its logits."""
