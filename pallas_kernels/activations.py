@@ -101,12 +101,6 @@ def as_quantized(x: jax.Array) -> jax.Array:
     return dequantize(quantize(x.reshape(-1, x.shape[-1]))).reshape(x.shape)
 
 
-def whole_tiles(x: jax.Array) -> jax.Array:
-    """x [R, K], zero-padded to a multiple of 8 rows above 8 rows: TMA copies tiles of 8 rows."""
-    missing = _missing_rows(x.shape[0])
-    return jnp.pad(x, ((0, missing), (0, 0))) if missing else x
-
-
 def whole_rows(batch: int, rows: int) -> int:
     """Rows per sequence, at least `rows`, with which products of x [batch, rows, K] need no
     padding.
@@ -114,11 +108,12 @@ def whole_rows(batch: int, rows: int) -> int:
     Padding is a kernel of its own before each product. A caller that computes this many rows avoids
     it, and computes no more rows than the padded product. `rows` itself where no number does that.
     """
-    whole = batch * rows + _missing_rows(batch * rows)
+    whole = batch * rows + missing_rows(batch * rows)
     return whole // batch if dispatch.platform() == "cuda" and whole % batch == 0 else rows
 
 
-def _missing_rows(R: int) -> int:
+def missing_rows(R: int) -> int:
+    """Rows of zeros below R rows: above 8 TMA copies tiles of 8."""
     return -R % 8 if R > 8 else 0
 
 

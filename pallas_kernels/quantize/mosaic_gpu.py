@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import activations
-from pallas_kernels.activations import LARGEST, Quantized, whole_tiles
+from pallas_kernels.activations import LARGEST, Quantized, missing_rows
 from pallas_kernels.dispatch import Launch
 from pallas_kernels.formats import BLOCK
 
@@ -67,7 +67,8 @@ def operand(x: jax.Array, quantized: bool, launch: Launch) -> tuple[jax.Array, j
     Returns:
       values [R', K] and scale [groups, R'], None of rows that are not quantised; R' >= R.
     """
-    x = whole_tiles(x)
+    if missing := missing_rows(x.shape[0]):
+        x = jnp.pad(x, ((0, missing), (0, 0)))
     return quantize(x, launch) if quantized else (x, None)
 
 
