@@ -186,7 +186,7 @@ def test_the_commands_for_served_models_end_in_time_and_keep_the_options_of_the_
     file = tmp_path / "rows.jsonl"
     options = BatchOptions(file=SERVED, out=file, sha="abc")
     parts = parts_of(SERVED.read_text())
-    assert all(part.seconds <= 800 for part in parts)
+    assert all(part.seconds <= 700 for part in parts)
     for line in [line for part in parts for line in part.lines]:
         found = batch._parsed(batch._with_file(line, options))
         assert isinstance(found, serve_load.Options)

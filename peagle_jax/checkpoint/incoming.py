@@ -17,6 +17,7 @@ from peagle_jax.checkpoint.gguf_file import is_gguf
 from peagle_jax.checkpoint.hub import resolve
 from peagle_jax.checkpoint.layout import FLOATS, FP8, PACKED
 from peagle_jax.checkpoint.loader import load_like
+from peagle_jax.checkpoint.safetensors import is_deleted
 from peagle_jax.checkpoint.values import MXFP4_NAN
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.devices import Devices
@@ -255,7 +256,7 @@ def _differences(
         if not hasattr(found[name], "dtype"):
             lines[name] = f"a {type(found[name]).__name__}, not an array"
             continue
-        if getattr(found[name], "is_deleted", bool)():
+        if is_deleted(found[name]):
             lines[name] = "deleted, as by donation"
             continue
         scale, given = _scale_of(name), _Spec.of(found[name])

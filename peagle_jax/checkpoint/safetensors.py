@@ -184,6 +184,11 @@ class Headers(ABC):
         return (one.dtype, one.shape) == (other.dtype, other.shape)
 
 
+def is_deleted(array: Any) -> bool:
+    """Whether an array of jax has given its memory away, as by donation; one of numpy never has."""
+    return getattr(array, "is_deleted", bool)()
+
+
 class NamedArrays(Headers):
     """Tensors in memory, of jax or numpy, with the names that a checkpoint gives them.
 
@@ -203,7 +208,7 @@ class NamedArrays(Headers):
                     raise CheckpointError(f"weights are pairs of a name and an array: {kind} found")
             if name in self._arrays:
                 raise CheckpointError(f"tensor {name!r} comes twice")
-            if getattr(array, "is_deleted", bool)():
+            if is_deleted(array):
                 raise CheckpointError(f"tensor {name!r} is deleted, as by donation")
             self._arrays[name] = array
         self.tensors = {
