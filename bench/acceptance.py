@@ -66,7 +66,6 @@ def run(options: Options) -> int:
                 check_rounds(row)
                 done.append(rows.rounded(row))
                 rows.append(options.out, done[-1])
-            del engine  # before the next one fills the memory
     show("sweep", done, options.out)
     return exit_code(sum(row["prompts_left_out"] for row in done))
 

@@ -1,6 +1,5 @@
 """Prompt sets, and engines one after the other."""
 
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -58,14 +57,13 @@ def runnable(
 def engines(
     models: Models, options: ModelOptions, config: EngineConfig
 ) -> Iterator[tuple[Variant, Engine]]:
-    """Yields warm engines one at a time, so that only one holds a cache."""
+    """Yields warm engines one at a time; each gives its cache back before the next is made."""
     for variant in models.variants(options):
         own = replace(config, adaptive=variant.adaptive)
         engine = models.engine(variant.method, variant.num_draft, own)
         runs.warm_up(engine)
         yield variant, engine
-        del engine
-        gc.collect()
+        engine.release_cache()
 
 
 def prompt_set(

@@ -78,7 +78,6 @@ def _measured(models: Models, options: Options, environment: dict, bar: tqdm) ->
                 "prompts_left_out": left_out,
                 **environment,
             }
-        del engine  # before the next one fills the memory
 
 
 def _run(
