@@ -223,8 +223,12 @@ def answer_all(answer: Callable[[Any], object]) -> None:
     for line in sys.stdin:
         sys.stdout.write(json.dumps(answer(json.loads(line))) + "\n")
         sys.stdout.flush()
+        # What is left of this answer's time would have to do for reading the next question.
+        _set_soft(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
 
 
 def _set_soft(which: int, most: int) -> None:
     hard = resource.getrlimit(which)[1]
-    resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    if most == resource.RLIM_INFINITY or (hard != resource.RLIM_INFINITY and most > hard):
+        most = hard
+    resource.setrlimit(which, (most, hard))

@@ -1,7 +1,9 @@
 """Chat templates as programs of strangers: they run in a process of their own, with limits."""
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from tokenizers import Regex, pre_tokenizers
@@ -10,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from peagle_jax.cli.model_folders import ASSETS
 from peagle_jax.config import ConfigError
 from peagle_jax.text import chat_templates
-from peagle_jax.text.bounded_process import UnavailableError
+from peagle_jax.text.bounded_process import BoundedProcess, UnavailableError
 from peagle_jax.text.tokenizer import Tokenizer
 from tests.text.families import write
 from tests.waiting import LIMIT, eventually
@@ -32,10 +34,13 @@ HOSTILE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch):
-    """The limit of processor time is as short as it gets: a second of the process."""
-    monkeypatch.setattr(chat_templates, "SECONDS", 0)
+@contextmanager
+def at_most_a_second(monkeypatch):
+    """The limit of processor time is as short as it gets; a chat that should pass could have none
+    left."""
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_templates, "SECONDS", 0)
+        yield
 
 
 def tokenizer_with(folder, template: str) -> Tokenizer:
@@ -45,9 +50,12 @@ def tokenizer_with(folder, template: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_is_an_error_and_the_next_chat_is_answered(tmp_path, name):
+def test_a_hostile_template_is_an_error_and_the_next_chat_is_answered(tmp_path, name, monkeypatch):
     hostile = tokenizer_with(tmp_path, HOSTILE[name])
-    with pytest.raises(ConfigError, match="the chat template failed") as caught:
+    with (
+        at_most_a_second(monkeypatch),
+        pytest.raises(ConfigError, match="the chat template failed") as caught,
+    ):
         hostile.chat_text([USER])
     assert not isinstance(caught.value, UnavailableError)
     assert tokenizer_with(tmp_path, "{{ messages[0].content }}").chat_text([USER]) == "Hi €"
@@ -64,11 +72,10 @@ def test_a_hostile_pattern_of_a_tokenizer_is_an_error_and_the_next_text_is_token
     tmp_path, name, monkeypatch
 ):
     """The library gives up a search in half a second, by a panic, and repeats others."""
-    monkeypatch.setattr(chat_templates, "SECONDS", 1)  # with 0 the next text may have none left
     pattern, size = HOSTILE_PATTERNS[name]
     hostile = tokenizer_cut_by(pattern, tmp_path)
     assert hostile.may_take_forever
-    with pytest.raises(ConfigError, match="tokenizer"):
+    with at_most_a_second(monkeypatch), pytest.raises(ConfigError, match="tokenizer"):
         hostile.encode_in_time("a" * size)
     if name == "one search":
         with pytest.raises(ConfigError, match="cannot encode the text"):
@@ -100,6 +107,21 @@ def test_threads_that_chat_at_once_get_their_own_texts(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         chat = lambda text: tokenizer.chat_text([{"content": text}], mark=[None, 1.5])
         assert list(pool.map(chat, talks)) == [f"{text}[None, 1.5]" for text in talks]
+
+
+def test_a_limit_of_time_ends_with_its_answer():
+    """The next question is read before its own limit starts."""
+    child = (
+        "import resource; from peagle_jax.text import bounded_process as b\n"
+        "limit = lambda seconds: b.limit_time(seconds) if seconds else None\n"
+        "soft = lambda: resource.getrlimit(resource.RLIMIT_CPU)[0]\n"
+        "b.answer_all(lambda seconds: (limit(seconds), soft())[1])"
+    )
+    process = BoundedProcess("a test", [sys.executable, "-c", child], seconds=LIMIT)
+    before, limited, after = (process.ask(seconds) for seconds in (0, 9, 0))
+    process.end()
+    assert limited != before
+    assert after == before
 
 
 def test_an_interrupted_chat_is_nobodys_fault(tmp_path):
