@@ -47,8 +47,9 @@ class OneBucketConfig(EngineConfig):
 
 def _programs_of(target, drafter, config, taps, accept) -> dict:
     """Programs of engines with these shapes and static values, compiled by the first."""
-    leaves, structure = jax.tree.flatten((target, drafter))
-    shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+    shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((target, drafter)))
+    bare = jax.tree.map(lambda _: 0, target)
+    bare.config = replace(bare.config, eos_ids=())
     # What only the host reads does not distinguish programs.
     config = replace(
         config,
@@ -56,8 +57,9 @@ def _programs_of(target, drafter, config, taps, accept) -> dict:
         prefix_caching=True,
         max_waiting=1,
         programs_folder=None,
+        prompt_logprobs=False,
     )
-    key = (structure, shapes, config, taps, accept)
+    key = (jax.tree.structure((bare, drafter)), shapes, config, taps, accept)
     programs = _compiled.setdefault(key, {})
     _compiled.move_to_end(key)
     while len(_compiled) > _MOST_ENGINES:

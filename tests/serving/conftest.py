@@ -8,6 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from peagle_jax import Engine, EngineConfig
 from peagle_jax.text.tokenizer import Tokenizer
 from tests import programs, tiny
+from tests.json_vocabulary import END, json_tokenizer
 from tests.serving.live import LiveServer
 from tests.serving.scripted import TEMPLATE, Scripted, make_tokenizer
 from tests.serving.scripted import make_engine as make_scripted_engine
@@ -57,6 +58,17 @@ def make_engine(target, tokenizer):
         return Engine(target, drafter, config, tokenizer=tokens, times=times)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_json_engine(tmp_path_factory):
+    """Makes engines of a tiny model for texts in JSON, which has 32 more ids than its tokenizer."""
+    tokenizer = json_tokenizer(tmp_path_factory.mktemp("json"))
+    wide = dict(vocab_size=tokenizer.vocab_size + 32)
+    head = tiny.head(**tiny.HEAD_OF_ONE_LAYER, draft_vocab_size=tokenizer.vocab_size, **wide)
+    target = tiny.target(eos_ids=(tokenizer.added[END],), **tiny.ONE_LAYER, **wide)
+    config = programs.OneBucketConfig(**SIZES | dict(max_model_len=192))
+    return lambda: Engine(target, head, config, tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="module")

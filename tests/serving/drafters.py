@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from peagle_jax import Engine, SamplingParams
+from peagle_jax import Engine
 from peagle_jax.method.drafter import Proposal
+from tests import tiny
 from tests.programs import OneBucketConfig
 from tests.serving.conftest import SIZES
 
@@ -14,31 +15,31 @@ from tests.serving.conftest import SIZES
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KnownTextDrafter:
-    """Drafts what follows in the one text there is; at every fifth and seventh position another
-    token.
+    """Drafts what a table has for each position of the one text there is."""
 
-    So rounds with every number of accepted drafts occur, from none to all.
-    """
-
-    text: jax.Array  # [n] int32, prompt and output
+    drafts: jax.Array  # [max_model_len] int32
     num_draft: int = field(metadata=dict(static=True))
-    is_perfect: bool = field(default=False, metadata=dict(static=True))
-    """Then all drafts are right."""
 
     def propose(self, target, inputs, cache):
         """See `Drafter.propose`."""
         newest = (inputs.start + inputs.num_real)[:, None]
         places = newest + 1 + jnp.arange(self.num_draft)
-        right = jnp.take(self.text, places, mode="clip")
-        is_wrong = ((places % 5 == 0) | (places % 7 == 0)) & (not self.is_perfect)
-        return Proposal(jnp.where(is_wrong, right // 2, right), None), cache
+        return Proposal(jnp.take(self.drafts, places, mode="clip"), None), cache
 
 
-def known_text_engine(target, tokenizer, prompt: str) -> Engine:
-    """An engine that drafts as `KnownTextDrafter` what the target writes after `prompt`."""
-    config = OneBucketConfig(**SIZES)
-    params = SamplingParams(max_tokens=80, ignore_eos=True)
-    plain = Engine(target, None, config, tokenizer=tokenizer).generate([prompt], params)[0]
-    text = jnp.array([*plain.prompt, *plain.tokens], jnp.int32)
-    drafter = KnownTextDrafter(text, config.num_draft)
+def known_text(target, prompt: list[int]) -> list[int]:
+    """The prompt, and what the target writes after it until the model's length."""
+    return prompt + tiny.greedy(target, [prompt], SIZES["max_model_len"] - len(prompt))[0]
+
+
+def known_text_engine(target, tokenizer, text: list[int], *, is_perfect: bool = False) -> Engine:
+    """An engine that drafts a `known_text`, at every fifth and seventh position another token: so
+    rounds with every number of accepted drafts occur, from none to all.
+
+    Args:
+      is_perfect: all drafts are right.
+    """
+    config, right, places = OneBucketConfig(**SIZES), jnp.array(text), jnp.arange(len(text))
+    is_wrong = ((places % 5 == 0) | (places % 7 == 0)) & (not is_perfect)
+    drafter = KnownTextDrafter(jnp.where(is_wrong, right // 2, right), config.num_draft)
     return Engine(target, None, config, tokenizer=tokenizer, drafter=drafter)

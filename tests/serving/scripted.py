@@ -14,6 +14,7 @@ from tests.programs import OneBucketConfig
 from tests.serving.live import LiveServer
 
 END = "<|im_end|>"
+VOCAB = 272
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "é.py", "line": "3"}}\n</tool_call>'
 READ = {"path": "é.py", "line": 3}
 PARAMETERS = {
@@ -79,13 +80,16 @@ class Script:
 
 
 def make_engine(tokenizer: Tokenizer, end: str = END, **sizes) -> Engine:
-    """An engine of the tiny model, without drafts, that ends a text at the special token `end`."""
+    """An engine of the tiny model, without drafts, that ends a text at the special token `end`.
+
+    Engines of all tokenizers that have at most `VOCAB` tokens share their programs.
+    """
     config = dict(num_draft=0, max_num_seqs=4, max_model_len=1024, page_size=16, prefill_chunk=64)
     config |= dict(max_waiting=64, max_logprobs=3)
     end_id = tokenizer.special_id(end)
     longest = {"max_position": sizes["max_model_len"]} if "max_model_len" in sizes else {}
-    shape = tiny.ONE_LAYER | longest
-    target = tiny.target(**shape, vocab_size=tokenizer.vocab_size, eos_ids=(end_id,))
+    shape = tiny.ONE_LAYER | longest | dict(vocab_size=max(VOCAB, tokenizer.vocab_size))
+    target = tiny.target(**shape, eos_ids=(end_id,))
     return Engine(target, None, OneBucketConfig(**(config | sizes)), tokenizer=tokenizer)
 
 

@@ -3,20 +3,18 @@
 from dataclasses import dataclass
 
 import grpc
-import jax.numpy as jnp
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from peagle_jax import Engine, SamplingParams
+from peagle_jax import SamplingParams
 from peagle_jax.engine.host.stats import Acceptance
 from serving.client.command import as_json, statistics
 from serving.errors import Code
 from serving.logs import log_request
 from serving.protos import peagle_v1_pb2
 from serving.stream import Ask
-from tests.programs import OneBucketConfig
 from tests.serving.conftest import SIZES
-from tests.serving.drafters import KnownTextDrafter
+from tests.serving.drafters import known_text, known_text_engine
 from tests.serving.live import LiveServer
 from tests.serving.test_metrics import moved, scrape
 from tests.waiting import eventually
@@ -27,16 +25,14 @@ STOP = 17  # output tokens before the stop token
 
 
 @pytest.fixture(scope="module")
-def text(make_engine) -> list[int]:
+def text(target) -> list[int]:
     """What the target writes after the prompt until the model's length."""
-    params = SamplingParams(max_tokens=96, ignore_eos=True)
-    return make_engine(head=False).generate([PROMPT], params)[0].tokens
+    return known_text(target, PROMPT)[len(PROMPT) :]
 
 
 @pytest.fixture(scope="module")
 def live(target, tokenizer, text):
-    drafter = KnownTextDrafter(jnp.array([*PROMPT, *text], jnp.int32), J, is_perfect=True)
-    engine = Engine(target, None, OneBucketConfig(**SIZES), tokenizer=tokenizer, drafter=drafter)
+    engine = known_text_engine(target, tokenizer, PROMPT + text, is_perfect=True)
     with LiveServer(engine, http=True) as server:
         yield server
 

@@ -40,8 +40,7 @@ def ended() -> list:
 
 @pytest.fixture(scope="module")
 def live(make_engine, ended) -> LiveServer:
-    """Room for long streams of large messages, for readers that do not read them."""
-    with LiveServer(make_engine(max_model_len=512, max_logprobs=64), report=ended.append) as server:
+    with LiveServer(make_engine(), report=ended.append) as server:
         yield server
 
 
@@ -50,12 +49,6 @@ def reports(server, ended) -> list:
     """What the server reported since the test began."""
     ended.clear()
     return ended
-
-
-@pytest.fixture(scope="module")
-def alone(make_engine):
-    """A separate engine, which generates the expected text; it uses the server's programs."""
-    return make_engine(max_model_len=512, max_logprobs=64)
 
 
 KILLED = """
@@ -87,10 +80,11 @@ def test_the_death_of_a_client_frees_everything(server, reports, pace):
 
 
 @pytest.mark.slow
-def test_a_client_that_stops_reading_delays_no_other(server):
+def test_a_client_that_stops_reading_delays_no_other(make_engine):
     """Its stream is larger than the HTTP/2 window: the server has to wait for the reader."""
     stopping = pb.Stopping(max_tokens=500, ignore_eos=True)
     with (
+        LiveServer(make_engine(max_model_len=512, max_logprobs=64)) as server,
         grpc.insecure_channel(server.address, options=_SMALL_WINDOW) as narrow,
         grpc.insecure_channel(server.address) as channel,
     ):
@@ -109,6 +103,7 @@ def test_a_client_that_stops_reading_delays_no_other(server):
         assert (load.num_running, load.pages_used) == (0, 0)
         assert server.call(lambda: server.frontend.num_open) == 1
         deltas = [first, *slow]
+        server.check_empty()
     tokens = [token for delta in deltas for token in delta.token_ids]
     logprobs = [one for delta in deltas for one in delta.logprobs]
     assert (len(tokens), len(logprobs)) == (500, 500)

@@ -130,7 +130,7 @@ def test_without_harmony_all_output_is_text(tokenizer, harmony):
 @pytest.fixture(scope="module")
 def scripted(harmony):
     """A live server whose model emits `ANALYSIS + FINAL`."""
-    engine = make_engine(harmony, "<|return|>", max_model_len=192)
+    engine = make_engine(harmony, "<|return|>")
     Script(engine, harmony.encode(ANALYSIS + FINAL))
     with LiveServer(engine, http=True) as server:
         yield server

@@ -15,7 +15,7 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from serving.tls import Certificates
 from tests.serving.certificates import authority, signed
-from tests.serving.drafters import known_text_engine
+from tests.serving.drafters import known_text, known_text_engine
 from tests.serving.live import LiveServer
 from tests.waiting import eventually
 
@@ -112,7 +112,8 @@ def driver():
 
 @pytest.fixture(scope="module")
 def live(target, tokenizer):
-    with LiveServer(known_text_engine(target, tokenizer, PROMPT), http=True) as server:
+    text = known_text(target, tokenizer.encode(PROMPT))
+    with LiveServer(known_text_engine(target, tokenizer, text), http=True) as server:
         yield server
 
 

@@ -10,13 +10,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from peagle_jax import Engine
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests import tiny
-from tests.json_vocabulary import END, json_tokenizer
-from tests.programs import OneBucketConfig
-from tests.serving.conftest import SIZES
 from tests.serving.live import LiveServer
 from tests.serving.test_http import events
 from tests.waiting import LIMIT
@@ -49,14 +45,9 @@ def test_requests_without_a_seed_share_no_random_stream(server, http, target, to
 
 
 @pytest.fixture(scope="module")
-def padded(tmp_path_factory):
-    """A client of a server whose model has 32 more ids than its tokenizer."""
-    tokenizer = json_tokenizer(tmp_path_factory.mktemp("padded"))
-    wide = dict(vocab_size=tokenizer.vocab_size + 32)
-    head = tiny.head(**tiny.HEAD_OF_ONE_LAYER, draft_vocab_size=tokenizer.vocab_size, **wide)
-    target = tiny.target(eos_ids=(tokenizer.added[END],), **tiny.ONE_LAYER, **wide)
-    engine = Engine(target, head, OneBucketConfig(**SIZES), tokenizer=tokenizer)
-    server = LiveServer(engine, http=True)
+def padded(make_json_engine):
+    """A client of a server whose model has more ids than its tokenizer."""
+    server = LiveServer(make_json_engine(), http=True)
     with httpx.Client(base_url=f"http://{server.http_address}", timeout=LIMIT) as client:
         yield client
     server.check_empty()

@@ -7,7 +7,7 @@ from serving.protos import peagle_v1_pb2 as pb
 from serving.rounds import RoundReports
 from serving.stream import Delta
 from tests.serving.conftest import SIZES
-from tests.serving.drafters import known_text_engine
+from tests.serving.drafters import known_text, known_text_engine
 from tests.serving.live import LiveServer
 from tests.serving.test_http import events
 from tests.waiting import LIMIT
@@ -20,7 +20,8 @@ J = SIZES["num_draft"]
 
 @pytest.fixture(scope="module")
 def live(target, tokenizer):
-    with LiveServer(known_text_engine(target, tokenizer, PROMPT), http=True) as server:
+    text = known_text(target, tokenizer.encode(PROMPT))
+    with LiveServer(known_text_engine(target, tokenizer, text), http=True) as server:
         yield server
 
 

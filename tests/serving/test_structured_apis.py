@@ -7,16 +7,12 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from peagle_jax import Engine
 from serving.client import main as client_main
 from serving.protos import peagle_v1_pb2
-from tests import tiny
-from tests.json_vocabulary import END, END_THINK, json_tokenizer
-from tests.programs import OneBucketConfig
+from tests.json_vocabulary import BEGIN_THINK, END_THINK
 from tests.serving.live import LiveServer
 from tests.waiting import LIMIT
 
-SIZES = dict(num_draft=3, max_num_seqs=4, max_model_len=192, page_size=4, prefill_chunk=16)
 PROPERTIES = {
     "on": {"type": "boolean"},
     "n": {"type": "integer", "maximum": 99, "minimum": 0},
@@ -27,11 +23,8 @@ BAD_SCHEMA = {"type": "array", "uniqueItems": True}
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory):
-    tokenizer = json_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    target = tiny.target(eos_ids=(tokenizer.added[END],))
-    engine = Engine(target, tiny.head(), OneBucketConfig(**SIZES), tokenizer=tokenizer)
-    with LiveServer(engine, http=True) as server:
+def live(make_json_engine):
+    with LiveServer(make_json_engine(), http=True) as server:
         yield server
 
 
@@ -78,7 +71,8 @@ CONSTRAINTS = [
 @pytest.mark.sampled(3, slow=2)
 @pytest.mark.parametrize(("fields", "check"), CONSTRAINTS)
 def test_completions_and_chats_obey(server, http, fields, check):
-    body = dict(max_tokens=150, temperature=1, seed=1, n=2) | fields
+    begin = server.engine.tokenizer.added[BEGIN_THINK]  # a chat may reason up to its length
+    body = dict(max_tokens=150, temperature=1, seed=1, n=2, logit_bias={str(begin): -100}) | fields
     answers = [
         http.post("/v1/completions", json=body | dict(prompt="say ")),
         http.post("/v1/chat/completions", json=body | dict(messages=messages())),

@@ -21,7 +21,7 @@ VOCAB = 8192  # of the embedded model's tokenizer
 def folder(tmp_path_factory):
     """The target's folder, with the embedded model's tokenizer."""
     folder = tmp_path_factory.mktemp("target")
-    model = tiny.target(vocab_size=VOCAB, num_layers=8, eos_ids=(EOS,), max_position=256)
+    model = tiny.target(vocab_size=VOCAB, num_layers=7, eos_ids=(EOS,), max_position=256)
     save_target(model, folder, dtype="float32")
     shutil.copy(embedded("target") / "tokenizer.json", folder)
     settings = json.loads((embedded("target") / "tokenizer_config.json").read_text())
