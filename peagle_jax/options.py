@@ -9,6 +9,7 @@ here.
 
 import contextlib
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import UnionType
@@ -203,17 +204,41 @@ _READERS: dict[Kind, Callable[[object], object]] = {
 }
 
 
+def _is_number(value: object, wanted: type = numbers.Real) -> bool:
+    """Whether it is one, numpy's included; a truth value is none."""
+    return isinstance(value, wanted) and not isinstance(value, bool)
+
+
+def _is_int(value: object) -> bool:
+    return _is_number(value, numbers.Integral)
+
+
+_HAS_KIND: dict[Kind, Callable[[Any], bool]] = {
+    "int": _is_int,
+    "float": _is_number,
+    "texts": lambda value: isinstance(value, tuple) and all(isinstance(one, str) for one in value),
+    "ints": lambda value: isinstance(value, tuple) and all(map(_is_int, value)),
+    "biases": lambda value: (
+        isinstance(value, tuple)
+        and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in value)
+        and all(_is_int(token) and _is_number(bias) for token, bias in value)
+    ),
+}
+"""Kinds whose values of another type would be refused late, or taken as something else."""
+
+
 def check(one: Option, value: object) -> None:
-    """Checks the value of an option by its own rules.
+    """Checks the type of an option's value, and its own rules.
 
     Raises:
-      ConfigError: a rule is broken; `field` is the option's name.
+      ConfigError: one is broken; `field` is the option's name.
     """
     if value is None and one.default is None:
         return
     if one.kind == "choice":
         check_choice(one.name, value, one.choices)
-    for rule in one.rules:
+    of_kind = Rule(_WANTED.get(one.kind, ""), _HAS_KIND.get(one.kind, lambda value: True))
+    for rule in (of_kind, *one.rules):
         if not rule.holds(value):
             shown = repr(value)
             shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."

@@ -1,9 +1,9 @@
 """Sampling parameters of one request."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from peagle_jax.errors import ConfigError
 from peagle_jax.options import Rule, at_least, check_all, option, within
@@ -20,6 +20,13 @@ _NOT_NEGATIVE = Rule("None or not negative", lambda value: value >= 0)
 # The least is 0.01 in float32, as clients of gRPC send it: less could divide a logit beyond
 # float32.
 _PENALTY = Rule("between 0.01 and 100", lambda value: 0.009999999776482582 <= value <= 100)
+
+
+def _as_tuple(value: Any) -> Any:
+    """A list as a tuple; what is none stays as it is, for `check_all` to refuse."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, Iterable) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,19 +150,23 @@ class SamplingParams:
     structured: Structured | None = None
 
     def __post_init__(self):
-        as_tuple = lambda value: (value,) if isinstance(value, str) else tuple(value)
-        given, allowed = self.logit_bias, self.allowed_token_ids
-        pairs = given.items() if isinstance(given, Mapping) else given
+        allowed, biases = self.allowed_token_ids, self.logit_bias
         changed = dict(
-            stop=as_tuple(self.stop),
-            stop_ids=tuple(self.stop_ids),
-            logit_bias=tuple(sorted(dict(pairs).items())),
-            allowed_token_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),
-            bad_words=as_tuple(self.bad_words),
+            stop=_as_tuple(self.stop),
+            stop_ids=_as_tuple(self.stop_ids),
+            logit_bias=_as_tuple(biases.items() if isinstance(biases, Mapping) else biases),
+            allowed_token_ids=allowed if allowed is None else _as_tuple(allowed),
+            bad_words=_as_tuple(self.bad_words),
         )
         for name, value in changed.items():
             object.__setattr__(self, name, value)
         check_all(self)
+        object.__setattr__(self, "logit_bias", tuple(sorted(dict(self.logit_bias).items())))
+        if allowed is not None:
+            unique = tuple(dict.fromkeys(self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", unique)
+        if not isinstance(self.structured, Structured | None):
+            raise ConfigError.of("structured", "must be Structured, as Structured.json_object()")
         if self.min_tokens > self.max_tokens:
             rule = f"{self.min_tokens} must be at most max_tokens, which is {self.max_tokens}"
             raise ConfigError(f"min_tokens={rule}", field="min_tokens", rule=rule)

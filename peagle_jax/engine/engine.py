@@ -8,8 +8,10 @@ add_request -> [waiting] -> schedule() -> Calls
 
 import itertools
 import logging
+import operator
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pickle import PicklingError
 from typing import TYPE_CHECKING, get_args
@@ -179,6 +181,7 @@ class Engine:
         """Of the weights; `update_weights` changes it."""
         self._num_updates = 0
         self._has_cache, self._is_paused, self._is_stepping = True, False, False
+        self._turn = threading.RLock()
         self._is_torn = False
         """Whether an update failed when some weights were replaced."""
         self.numbers = itertools.count()  # of requests; their seeds, where they have none
@@ -419,14 +422,28 @@ class Engine:
           ConfigError: the request can never run; `field` is "prompt" or a field of
             `SamplingParams`.
         """
+        if not isinstance(params, SamplingParams):
+            raise ConfigError.of("params", "must be SamplingParams")
+        if isinstance(prompt, bytes | Mapping):
+            raise ConfigError.of("prompt", "must be a text or a list of token ids")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ConfigError.of(
                     "prompt", "text needs a model with a tokenizer; pass token ids"
                 )
+            # A text of 100 MB takes 20 GB to tokenise.
+            limit = self.config.max_model_len
+            if len(prompt) > limit * self.tokenizer.longest_token:
+                rule = f"{len(prompt)} characters have more than {limit} tokens (max_model_len)"
+                raise ConfigError.of("prompt", rule)
             prompt = self.tokenizer.encode(prompt)
-        check_request_of_model(prompt, params, self.config, self.target_config, self.tokenizer)
-        return [int(token) for token in prompt]
+        try:
+            is_short = len(prompt) < self.config.max_model_len
+            ids = [operator.index(token) for token in prompt] if is_short else prompt
+        except TypeError:
+            raise ConfigError.of("prompt", "must be a text or a list of token ids") from None
+        check_request_of_model(ids, params, self.config, self.target_config, self.tokenizer)
+        return ids
 
     def flush_prefix_cache(self, salt: Salt = ()) -> int:
         """Forgets the cached pages that no request holds and whose salt begins with `salt`.
@@ -664,16 +681,31 @@ class Engine:
         *,
         on_update: OnUpdate = lambda request, tokens: None,
     ) -> list[Completion]:
-        """Runs all prompts to completion and returns the completions in prompt order.
+        """Runs all prompts to completion and returns the completions in prompt order. Of several
+        threads each waits for its turn.
 
         Args:
-          prompts: texts, or lists of token ids.
+          prompts: texts, or lists of token ids; one text is no list.
           params: one for all prompts, or one per prompt.
           on_update: called with a request and its new tokens, for streaming and progress bars. The
             request's `id` is the index of its prompt.
         """
-        if isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
+        if isinstance(prompts, str | bytes | Mapping):
+            raise ConfigError.of("prompts", "must be a list, for one text [text]")
+        prompts = list(prompts)
+        params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(params) != len(prompts):
+            rule = f"{len(params)} for {len(prompts)} prompts; give one for all, or one for each"
+            raise ConfigError.of("params", rule)
+        with self._turn:
+            return self._generate(prompts, params, on_update)
+
+    def _generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: Sequence[SamplingParams],
+        on_update: OnUpdate,
+    ) -> list[Completion]:
         todo = iter(zip(prompts, params, strict=True))
         requests: list[Request] = []
         try:

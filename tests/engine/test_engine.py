@@ -1,5 +1,7 @@
 """The engine's public face: endings, aborts, refusals, logprobs, seeds, overlap."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.monitoring
 import numpy as np
@@ -379,3 +381,11 @@ def test_the_first_request_beyond_the_texts_of_a_heads_training_is_named_once(ca
         engine.add_request([1, 2, 3, 4], SamplingParams(max_tokens=max_tokens))
     assert caplog.text.count("fewer drafts are accepted behind them") == 1
     assert "may reach 21 tokens, and this head was trained on texts of 20" in caplog.text
+
+
+def test_threads_that_generate_take_turns(shared):
+    params = SamplingParams(max_tokens=MAX_TOKENS)
+    alone = [shared.generate([prompt], params)[0].tokens for prompt in PROMPTS]
+    with ThreadPoolExecutor(4) as pool:
+        done = pool.map(lambda prompt: shared.generate([prompt], params)[0].tokens, PROMPTS)
+        assert list(done) == alone

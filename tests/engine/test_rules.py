@@ -75,6 +75,57 @@ def test_requests_that_can_never_run_are_refused_with_a_reason(engine, prompt, f
     assert not engine.has_work
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(max_tokens="5"),
+        dict(max_tokens=5.0),
+        dict(temperature=None),
+        dict(temperature=np.array([1.0])),
+        dict(seed=1.5),
+        dict(logprobs=True),
+        dict(stop=None),
+        dict(stop=[1]),
+        dict(stop_ids=5),
+        dict(logit_bias=[5, 6]),
+        dict(logit_bias={"a": 1.0}),
+        dict(allowed_token_ids=["a"]),
+        dict(structured={"json": {}}),
+    ],
+)
+def test_values_of_another_type_are_refused_by_name(fields):
+    (field,) = fields
+    with pytest.raises(ConfigError) as error:
+        SamplingParams(**fields)
+    assert error.value.field == field
+
+
+def test_numbers_of_numpy_are_numbers():
+    SamplingParams(max_tokens=np.int32(3), temperature=np.float32(0.5), seed=np.int64(1))
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, [None], ["a"], [1.0, 2.5], b"abc", {"prompt": "a"}, "x " * 10_000]
+)
+def test_what_is_no_prompt_is_refused_before_it_is_tokenised(engine, monkeypatch, prompt):
+    monkeypatch.setattr(type(engine.tokenizer), "encode", None)
+    with pytest.raises(ConfigError) as error:
+        engine.validate(prompt, SamplingParams())
+    assert error.value.field == "prompt"
+
+
+@pytest.mark.parametrize("prompts", ["def f(x):", b"def", {"prompt": "def"}])
+def test_one_prompt_is_no_list_of_prompts(engine, prompts):
+    with pytest.raises(ConfigError, match=r"must be a list, for one text \[text\]"):
+        engine.generate(prompts, SamplingParams())
+
+
+@pytest.mark.parametrize("params", [[], {"max_tokens": 3}, [SamplingParams()] * 2, [None]])
+def test_parameters_belong_to_prompts(engine, params):
+    with pytest.raises(ConfigError, match="params"):
+        engine.generate(["def f(x):"], params)
+
+
 def test_bad_words_are_not_read_by_patterns_of_unknown_authors(engine, monkeypatch):
     """The event loop and the rounds would wait for them, word by word."""
     monkeypatch.setattr(engine.tokenizer, "may_take_forever", True)
