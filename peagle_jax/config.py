@@ -7,7 +7,8 @@ from typing import Literal
 
 from peagle_jax.errors import ConfigError
 from peagle_jax.exclusions import check_options
-from peagle_jax.options import at_least, check_all, option
+from peagle_jax.options import at_least, check_all, is_int, option
+from peagle_jax.removed import check_choice
 from peagle_jax.rope_config import DynamicScaling, RopeConfig
 
 Method = Literal["none", "eagle3", "peagle", "dflash"]
@@ -423,20 +424,23 @@ class EngineConfig(EngineOptions):
         check_all(self)
         for name in (
             "page_size",
+            "num_pages",
             "max_waiting",
             "rounds_per_call",
             "prefill_chunk",
             "prefill_rows",
         ):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
-        if not 0 <= self.num_draft <= MAX_NUM_DRAFT:
+            value = getattr(self, name)
+            if value is not None and not (is_int(value) and value >= 1):
+                raise ConfigError(f"{name}={value!r} must be at least 1")
+        if not (is_int(self.num_draft) and 0 <= self.num_draft <= MAX_NUM_DRAFT):
             limits = f"must lie between 0 and {MAX_NUM_DRAFT}"
-            raise ConfigError(f"num_speculative_tokens={self.num_draft} {limits}")
+            raise ConfigError(f"num_draft={self.num_draft!r} (num_speculative_tokens) {limits}")
+        check_choice("dtype", self.dtype, ("float32", "bfloat16"))
         sizes = self.batch_sizes
-        if sizes and (
-            [*sizes] != sorted({*sizes}) or sizes[-1] != self.max_num_seqs or sizes[0] < 1
-        ):
+        is_list = isinstance(sizes, tuple | list) and all(map(is_int, sizes))
+        is_ascending = is_list and [*sizes] == sorted({*sizes})
+        if not is_ascending or (sizes and (sizes[0] < 1 or sizes[-1] != self.max_num_seqs)):
             raise ConfigError(
                 f"batch_sizes={sizes} must ascend, and end with max_num_seqs={self.max_num_seqs}"
             )

@@ -209,19 +209,20 @@ def _is_number(value: object, wanted: type = numbers.Real) -> bool:
     return isinstance(value, wanted) and not isinstance(value, bool)
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """Whether it is a whole number, numpy's included; a truth value is none."""
     return _is_number(value, numbers.Integral)
 
 
 _HAS_KIND: dict[Kind, Callable[[Any], bool]] = {
-    "int": _is_int,
+    "int": is_int,
     "float": _is_number,
     "texts": lambda value: isinstance(value, tuple) and all(isinstance(one, str) for one in value),
-    "ints": lambda value: isinstance(value, tuple) and all(map(_is_int, value)),
+    "ints": lambda value: isinstance(value, tuple) and all(map(is_int, value)),
     "biases": lambda value: (
         isinstance(value, tuple)
         and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in value)
-        and all(_is_int(token) and _is_number(bias) for token, bias in value)
+        and all(is_int(token) and _is_number(bias) for token, bias in value)
     ),
 }
 """Kinds whose values of another type would be refused late, or taken as something else."""

@@ -107,7 +107,7 @@ class Frontend:
             self.tokenizer, self.limits, max_model_len=self.config.max_model_len, memory=self.memory
         )
         self._constraints = Constraints(worker)
-        self.started = time.time()
+        self.started, self._started = time.time(), time.monotonic()
         self._report, self._report_refusal = report, report_refusal
         self._worker = worker
         self.metrics = Metrics(
@@ -138,6 +138,11 @@ class Frontend:
     def num_open(self) -> int:
         """Requests that this process has accepted and that have not ended."""
         return self.admission.num_open
+
+    @property
+    def uptime(self) -> float:
+        """Seconds since it was made; a clock that is set does not change them."""
+        return time.monotonic() - self._started
 
     def start(self) -> None:
         """Starts the engine; `state` becomes SERVING when requests can run, see `EngineWorker`."""

@@ -17,13 +17,16 @@ def mask_token(
     """`given`, or a reserved token, an id without a token, or a rare special one.
 
     Raises:
-      ConfigError: `given` occurs in the texts, or nothing can be chosen.
+      ConfigError: `given` is no id of the target or occurs in the texts, or nothing can be chosen.
     """
     is_used = np.zeros(config.vocab_size, bool)
     for tokens in texts:
         is_used[np.unique(tokens)] = True
     if given is not None:
-        if given < config.vocab_size and is_used[given]:
+        if not 0 <= given < config.vocab_size:
+            most = config.vocab_size - 1
+            raise ConfigError(f"--mask-token-id {given}: the target's ids end at {most}")
+        if is_used[given]:
             raise ConfigError(f"--mask-token-id {given}: the texts have this token; give another")
         return given
     for token in _candidates(folder, config):

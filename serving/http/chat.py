@@ -39,8 +39,9 @@ def _text(content: object, validate_parts: Callable[[object], list], info: Valid
     if isinstance(content, str):
         return content
     if content is None:
-        if info.data.get("role") == "assistant":
-            return info.data.get("refusal") or ""  # an answer with reasoning or calls only
+        if info.data.get("role") in ("assistant", "tool"):
+            # An answer with reasoning or calls only; a tool that returned nothing.
+            return info.data.get("refusal") or ""
         raise ValueError("is missing")
     if not isinstance(content, list):
         raise ValueError("must be a string or a list of parts")

@@ -1,7 +1,6 @@
 """`peagle.v1.Generation`: the engine's own service. Its proto documents all fields."""
 
 import dataclasses
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from peagle_jax import SamplingParams
@@ -131,7 +130,7 @@ class Generation(peagle_v1_pb2_grpc.GenerationServicer):
             prefix_tokens_queried=load.prefix_queried,
             prefix_tokens_found=load.prefix_found,
             preemptions=load.num_preemptions,
-            uptime_seconds=time.time() - self._frontend.started,
+            uptime_seconds=self._frontend.uptime,
             acceptance=_acceptance(load.acceptance),
             batch_sizes_pending=self._frontend.batch_sizes_pending,
             num_speculative_tokens_per_batch_size=load.num_draft,

@@ -125,7 +125,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             active_requests=frontend.num_open,
             is_paused=frontend.load.is_paused,
             last_receive_timestamp=self._last_request,
-            uptime_seconds=time.time() - frontend.started,
+            uptime_seconds=frontend.uptime,
             server_type=NAME,
             data_parallel_size=1,
             kv_cache_dtype=frontend.config.cache_dtype,

@@ -32,7 +32,7 @@ def edit_config(folder, **changes) -> None:
         ([""], ["prompt 1", "empty"]),
         (["x", ""], ["prompt 2", "empty"]),
         (["x", "--method", "magic"], ["--method", "magic"]),
-        (["x", "-K", "33"], ["num_speculative_tokens=33", "32"]),
+        (["x", "-K", "33"], ["num_draft=33 (num_speculative_tokens)", "32"]),
         (["x", "-K", "3,7"], ["'3,7' must be a whole number"]),
         (["x", "--max-tokens", "0"], ["max_tokens=0"]),
         (["x", "--temperature", "nan"], ["temperature=nan"]),

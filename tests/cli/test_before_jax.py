@@ -45,7 +45,7 @@ OF_ALL = {
         ("--batch /no/such x", "/no/such: cannot be used"),
         ("x --batch a b", "has no effect"),
         ("x --prompt-logprobs", "it is for --batch"),
-        ("x -K 100", "num_speculative_tokens=100 must lie between 0 and 32"),
+        ("x -K 100", "num_draft=100 (num_speculative_tokens) must lie between 0 and 32"),
         (
             "x --num-speculative-tokens-per-batch-size [[1,8,3]]",
             "batch-size is removed: adaptive load",
@@ -73,7 +73,7 @@ OF_ALL = {
         ("--port x", "'x'"),
         ("--method none --drafter x", "takes no drafter"),
         ("--max-num-seqs 0", "max_num_seqs=0"),
-        ("--num-speculative-tokens 100", "=100 must lie between 0 and 32"),
+        ("--num-speculative-tokens 100", "=100 (num_speculative_tokens) must lie between 0 and 32"),
         ("--num-speculative-tokens-per-batch-size 7", "batch-size is removed: adaptive load"),
         ("--adaptive fast", "'fast' must be off or load"),
         ("--adaptive survival", "'survival' is removed: it had"),

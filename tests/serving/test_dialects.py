@@ -139,6 +139,10 @@ EXTRAS = [
     (answered(content=[{"type": "refusal", "refusal": "n"}]), "<|user|>x<|assistant|>n<|user|>x"),
     (answered(content=None, refusal="no"), "<|user|>x<|assistant|>no<|user|>x"),
     (answered(content="y", reasoning_details=[{}]), "<|user|>x<|assistant|>y<|user|>x"),
+    (
+        [*answered(tool_calls=[READ])[:2], {"role": "tool", "tool_call_id": "a", "content": None}],
+        "<|user|>x<|assistant|><tool_call>p</tool_call><|tool|>",
+    ),
     ([USER | {"id": "1", "no_such_field": 1}], "<|user|>x"),
     (answered(tool_calls=[READ])[:2], "<|user|>x<|assistant|><tool_call>p</tool_call>"),
 ]

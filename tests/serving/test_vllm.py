@@ -186,7 +186,7 @@ def test_wrong_and_unsupported_fields_are_named(server, stub, field):
     assert violation(error) == field
 
 
-def test_server_info(server, stub):
+def test_server_info(server, stub, monkeypatch):
     info = stub.GetModelInfo(pb.GetModelInfoRequest())
     assert (info.served_model_name, info.is_generation) == ("tiny", True)
     assert not info.supports_vision
@@ -200,6 +200,8 @@ def test_server_info(server, stub):
     assert (about.block_size, about.max_num_seqs, about.model_dtype) == (4, 4, "float32")
     assert not about.is_paused
     before = time.time()
+    frontend = server.frontend
+    monkeypatch.setattr(frontend, "started", frontend.started + 1e6)  # the clock is set back
     list(stub.Generate(ask(temperature=0, max_tokens=2)))
     after = stub.GetServerInfo(pb.GetServerInfoRequest())
     assert after.last_receive_timestamp >= before

@@ -115,6 +115,7 @@ def test_an_answer_that_ends_in_a_loop_is_cut(tokens, kept):
         (None, [1, *range(3, 8)], VOCAB),  # an id without a token
         (77, [9], 77),
         (77, [77], "--mask-token-id 77: the texts have this token"),
+        (VOCAB + 8, [9], f"--mask-token-id {VOCAB + 8}: the target's ids end at {VOCAB + 7}"),
     ],
 )
 def test_the_mask_token_is_one_that_no_text_has(given, used, chosen):
