@@ -119,6 +119,10 @@ def _manifest(folder: FilePath) -> dict:
     path = folder / MANIFEST
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder}: no converted folder (no {MANIFEST}); `peagle-convert convert` makes one"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: not the manifest of a converted folder ({error})"

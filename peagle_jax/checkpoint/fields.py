@@ -53,9 +53,12 @@ def read_config(folder: Path) -> dict:
     Raises:
       CheckpointError: missing, or not a JSON object.
     """
-    path = Path(folder) / "config.json"
+    folder = Path(folder)
+    path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder}: no config.json; give a Hugging Face model folder")
+        why = "no config.json" if folder.is_dir() else "no such folder"
+        why = "a file, and no GGUF file" if folder.is_file() else why
+        raise CheckpointError(f"{folder}: {why}; give a Hugging Face model folder")
     return read_json(path)
 
 

@@ -290,6 +290,11 @@ class Checkpoint(Headers):
         files = sorted(path for path in self.folder.glob("*.safetensors") if path.is_file())
         if len(files) == 1:
             return files
+        if not files and any(self.folder.glob("*.bin")):
+            raise CheckpointError(
+                f"{self.folder}: holds *.bin, which can run code when PyTorch reads it, and no "
+                "*.safetensors; let transformers save the model again with save_pretrained"
+            )
         present = f"{len(files)} *.safetensors files and" if files else "no *.safetensors file,"
         raise CheckpointError(
             f"{self.folder}: holds {present} no model.safetensors or {INDEX} to say which to read"

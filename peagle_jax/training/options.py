@@ -15,6 +15,7 @@ a head for your model, from prompts:
 
 A stage writes only under --out and goes on where it stopped when it is started again. The head
 lies in OUT/final, beside OUT/head with train.csv, eval.csv and curves.png.
+exit codes: 0 done, 2 bad input (one line says what), 130 interrupted
 """
 _GONE = "is removed: it made only the embedded model, as peagle_jax/assets/README.md says"
 _OF_HEAD = (
@@ -107,9 +108,8 @@ def _add_length(group) -> None:
 
 
 def _add_head(commands) -> None:
-    parser = commands.add_parser(
-        "head", help="a head for your model: answers to prompts, then the recommended training"
-    )
+    text = "a head for your model: answers to prompts, then the recommended training"
+    parser = commands.add_parser("head", help=text, description=text, epilog=_EPILOG)
     parser.add_argument("--target", type=Path, required=True, help="model folder")
     parser.add_argument(
         "--prompts",

@@ -45,6 +45,12 @@ def no_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
 
+def pickled(folder: Path) -> None:
+    for one in folder.glob("*.safetensors*"):
+        one.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
 def unsupported_model(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"model_type": "mamba"}))
@@ -56,6 +62,7 @@ def unsupported_model(folder: Path) -> None:
         (truncate, ["truncated", "model-00002-of-00003.safetensors"]),
         (missing_shard, ["model-00003-of-00003.safetensors", "missing"]),
         (no_config, ["no config.json"]),
+        (pickled, ["holds *.bin", "save_pretrained"]),
         (unsupported_model, ["mamba", "not supported"]),
     ],
 )
@@ -98,8 +105,8 @@ def test_what_is_left_over_or_missing_is_listed_and_nothing_is_written(cli, tmp_
         (["dequantize", "SRC", "DST"], ["dequantize is removed: transformers"]),
         (["plan", "HEAD"], ["draft head", "--target DIR"]),
         (["plan", "HEAD", "--target", "EMBEDDED"], ["the head does not fit the target"]),
-        (["verify", "SRC", "SRC"], ["manifest.json"]),
-        (["export", "SRC", "DST"], ["manifest.json"]),
+        (["verify", "SRC", "SRC"], ["no converted folder", "peagle-convert convert"]),
+        (["export", "SRC", "DST"], ["no converted folder"]),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(argv, parts, cli, sharded, tmp_path):
