@@ -1,4 +1,4 @@
-"""`peagle-serve` as processes: the texts of the engine, readiness, signals, one end for all."""
+"""`peagle-serve` as processes: the texts of the target, readiness, signals, one end for all."""
 
 import asyncio
 import contextlib
@@ -19,14 +19,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.served import Served, processes
-from peagle_jax import SamplingParams, load
-from peagle_jax.checkpoint import save_target
+from peagle_jax.checkpoint import load_target, save_target
 from serving.app import END_SECONDS
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests import tiny
 from tests.cli import conftest
-from tests.programs import OneBucketConfig
 from tests.serving.processes import Processes, connections, is_running, stopped
 from tests.waiting import LIMIT, eventually
 
@@ -42,7 +40,7 @@ NUM_CONNECTIONS = 16
 def environment(tmp_path_factory) -> dict[str, str]:
     """One cache of compiled programs, and no options from the tests' environment."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("PEAGLE_")}
-    return mine | {"HOME": str(tmp_path_factory.mktemp("home"))}
+    return mine | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +102,11 @@ def test_only_the_process_of_the_engine_has_loaded_jax(two):
     assert [has_jax(pid) for pid in found.all] == [False, True]
 
 
-def test_texts_of_many_clients_are_those_of_the_engine(two, folders):
+def test_texts_of_many_clients_are_those_of_the_target(two, folders):
     """Greedy, with K by load, half of them over HTTP."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, 60, rng.integers(1, 60)).tolist() for _ in range(32)]
-    sizes = dict(max_model_len=256, max_num_seqs=2, prefill_chunk=16, num_draft=3)
-    engine = load(folders.target, folders.peagle, config=OneBucketConfig(**sizes))
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    expected = [one.tokens for one in engine.generate(prompts, params)]
+    expected = tiny.greedy(load_target(folders.target, dtype="float32"), prompts, 40)
     stopping = pb.Stopping(max_tokens=40, ignore_eos=True)
 
     def over_http(prompt: list[int]) -> list[int]:
