@@ -204,7 +204,7 @@ def test_the_death_of_the_engine_ends_the_server(start):
     server = start()
     found = Processes(server)
     with connections(server.address, NUM_CONNECTIONS) as stubs:
-        calls = [begun(stream(stub)) for stub in stubs[:8]] + [stream(stub) for stub in stubs[8:]]
+        calls = [begun(stream(stub)) for stub in stubs[:2]] + [stream(stub) for stub in stubs[2:]]
         os.kill(found.engine, signal.SIGKILL)
         ends = ends_of(calls)
     assert server.process.wait(LIMIT) == 1
@@ -237,7 +237,7 @@ def test_a_signal_reaches_all_processes(start, tmp_path):
     tokens.write_text("second\n")
     server.process.send_signal(signal.SIGHUP)
     eventually(lambda: "read again" in server.text(), "the tokens are read")
-    with connections(server.address, NUM_CONNECTIONS) as stubs:
+    with connections(server.address, 4) as stubs:
         request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5]), stopping=LONG)
         calls = [begun(stub.Generate(request, metadata=bearer("second"))) for stub in stubs]
         for pid in found.all:  # as Ctrl-C does
@@ -275,7 +275,7 @@ def refused(stub: peagle_v1_pb2_grpc.GenerationStub) -> grpc.Future:
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize(("second", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_the_drain(start, second, code):
-    server = start("--drain-seconds", "3600", "--max-num-seqs", "4")
+    server = start("--drain-seconds", "3600")
     with connections(server.address, 1) as (stub,), ThreadPoolExecutor(24) as pool:
         calls = [stream(stub) for _ in range(24)]  # most of them wait when the signal comes
         for call in calls:
@@ -322,8 +322,8 @@ def test_a_server_needs_nobody_who_reads_its_output(folders, environment, output
     os.set_blocking(writer, True)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    arguments = [*folders.options(), "--max-model-len", "64", "--port", str(port)]
-    arguments += ["--http-port", "-1"]
+    model = [item for item in folders.options() if item != "--no-cache"]
+    arguments = [*model, *SIZES, "--port", str(port), "--http-port", "-1"]
     closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh"] if output == "closed" else []
     command = [*closed, sys.executable, "-m", "serving", *arguments, "--drain-seconds", "1"]
     process = subprocess.Popen(command, env=environment, stdout=writer, stderr=writer)
@@ -427,7 +427,7 @@ def test_an_engine_in_its_process_takes_other_weights_under_load(start, folders,
         assert "layers.1." in caught.value.details()
         assert answer() == (text, ["0"])
         request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5, 6, 7]), stopping=LONG)
-        streams = [begun(stub.Generate(request, metadata=bearer("user"))) for _ in range(16)]
+        streams = [begun(stub.Generate(request, metadata=bearer("user"))) for _ in range(4)]
         assert update(tmp_path / "other") == "1"
         assert {code for code, *_ in ends_of(streams)} == {Status.OK}
         changed, versions = answer()
@@ -501,11 +501,10 @@ def test_a_full_collection_is_short_in_every_process_while_requests_run(environm
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     paths = [str(tmp_path), str(Path(__file__).parents[2])]
     mine = environment | {"COLLECTIONS": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
-    options = ["--max-num-seqs", "4", "--max-model-len", "512"]
+    options = ["--max-num-seqs", "2", "--max-model-len", "512"]
     made = Served(options, log=tmp_path / "log", environment=mine)
     with made as server, connections(server.wait(), 1) as (stub,):
-        endless = pb.Stopping(max_tokens=400, ignore_eos=True)
-        calls = [begun(stream(stub, stopping=endless)) for _ in range(4)]
+        calls = [begun(stream(stub)) for _ in range(2)]
         (tmp_path / "collect").touch()
         eventually(lambda: len([*tmp_path.glob("*.seconds")]) == 2, "both processes collected")
         assert all(count > 0 for *_, count in ends_of(calls))
