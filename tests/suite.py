@@ -49,6 +49,19 @@ def compilation_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def user_cache(tmp_path_factory):
+    """Commands keep programs, measured times and unpacked models apart from those of the user: what
+    is left there by a run must not reach the next, and no run may push out what the user needs.
+    One that runs in a test's process leaves `compilation_cache` in use for the tests after it."""
+    from peagle_jax.engine.device import stored_programs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user-cache")))
+        patch.setattr(stored_programs, "use_library_cache", lambda folder: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def few_threads():
     """The workers keep the cores busy: more threads that trace take a tenth more time."""
     from peagle_jax.engine.device import programs

@@ -129,6 +129,7 @@ def by_the_text(name: str) -> dict[int, list[np.ndarray]]:
     return served(name, choose)
 
 
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_engine_drafts_blocks_with_the_golden_logits(name):
     seen = by_the_text(name) if name == "dspark" else served(name)

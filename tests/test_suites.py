@@ -1,6 +1,7 @@
 """Which tests the default suite, the slow one and the exhaustive one run."""
 
 import itertools
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from peagle_jax.cli import runs
 from tests import random_shapes
 from tests.suite import FEW_WORKERS, LONGEST, OTHER_SUITE, TOGETHER, covering, scope_of
 
@@ -47,6 +49,13 @@ def test_few_workers_take_whole_folders_and_many_take_files():
 def test_what_comes_first_exists():
     assert all((ROOT / folder).is_dir() for folder in TOGETHER)
     assert set(LONGEST) <= {file.name for file in (ROOT / "tests").rglob("test_*.py")}
+
+
+def test_a_command_in_a_test_leaves_the_caches_of_the_user_and_of_the_suite_alone(tmp_path_factory):
+    before = jax.config.jax_compilation_cache_dir
+    folder = runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
+    assert folder.is_relative_to(tmp_path_factory.getbasetemp())
+    assert jax.config.jax_compilation_cache_dir == before == os.environ["JAX_COMPILATION_CACHE_DIR"]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ COMMAND = (
 def test_a_served_preset_has_rows_of_both_protocols_beside_the_bare_engine(tmp_path):
     out = tmp_path / "rows.jsonl"
     paths = f"{ROOT / 'tests' / 'bench' / 'small_presets'}{os.pathsep}{ROOT}"
-    mine = os.environ | {"PYTHONPATH": paths, "HOME": str(tmp_path)}
+    mine = os.environ | {"PYTHONPATH": paths, "XDG_CACHE_HOME": str(tmp_path)}
     mine |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": CHEAP}
     command = [sys.executable, "-m", "bench", *COMMAND.replace("OUT", str(out)).split()]
     made = subprocess.run(command, env=mine, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -93,12 +93,21 @@ def test_the_bits_are_those_of_the_three_kernels(R, options):
     [
         (17, dict(biases=True, massive=True)),  # a row in the last cluster
         pytest.param(64, dict(), marks=pytest.mark.exhaustive),
-        pytest.param(75, dict(biases=True, parts=2), marks=pytest.mark.slow),  # 11 of 16 rows
+        pytest.param(75, dict(biases=True, parts=2), marks=pytest.mark.exhaustive),
         pytest.param(3, dict(parts=1), marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_bits_of_the_logits_are_those_of_the_two_kernels(R, options):
     assert_same_logits(given(R, 1024, **options))
+
+
+@pytest.mark.slow
+@race_free
+def test_clusters_of_16_rows_have_the_bits_of_the_two_kernels(monkeypatch):
+    """Those of more than 64 rows: here two, of which the last has 11 rows."""
+    assert mosaic_norm.tokens_of(64) == 8 < mosaic_norm.tokens_of(65) == 16
+    monkeypatch.setattr(mosaic_norm, "tokens_of", lambda R: 16)
+    assert_same_logits(given(27, 1024, biases=True, parts=2))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`peagle-serve` as processes: the texts of the engine, readiness, signals, one end for all."""
+"""`peagle-serve` as processes: the texts of the target, readiness, signals, one end for all."""
 
 import asyncio
 import contextlib
@@ -19,14 +19,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.served import Served, processes
-from peagle_jax import SamplingParams, load
-from peagle_jax.checkpoint import save_target
+from peagle_jax.checkpoint import load_target, save_target
 from serving.app import END_SECONDS
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
 from tests import tiny
 from tests.cli import conftest
-from tests.programs import OneBucketConfig
 from tests.serving.processes import Processes, connections, is_running, stopped
 from tests.waiting import LIMIT, eventually
 
@@ -42,7 +40,7 @@ NUM_CONNECTIONS = 16
 def environment(tmp_path_factory) -> dict[str, str]:
     """One cache of compiled programs, and no options from the tests' environment."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("PEAGLE_")}
-    return mine | {"HOME": str(tmp_path_factory.mktemp("home"))}
+    return mine | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +102,11 @@ def test_only_the_process_of_the_engine_has_loaded_jax(two):
     assert [has_jax(pid) for pid in found.all] == [False, True]
 
 
-def test_texts_of_many_clients_are_those_of_the_engine(two, folders):
+def test_texts_of_many_clients_are_those_of_the_target(two, folders):
     """Greedy, with K by load, half of them over HTTP."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, 60, rng.integers(1, 60)).tolist() for _ in range(32)]
-    sizes = dict(max_model_len=256, max_num_seqs=2, prefill_chunk=16, num_draft=3)
-    engine = load(folders.target, folders.peagle, config=OneBucketConfig(**sizes))
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    expected = [one.tokens for one in engine.generate(prompts, params)]
+    expected = tiny.greedy(load_target(folders.target, dtype="float32"), prompts, 40)
     stopping = pb.Stopping(max_tokens=40, ignore_eos=True)
 
     def over_http(prompt: list[int]) -> list[int]:
@@ -209,7 +204,7 @@ def test_the_death_of_the_engine_ends_the_server(start):
     server = start()
     found = Processes(server)
     with connections(server.address, NUM_CONNECTIONS) as stubs:
-        calls = [begun(stream(stub)) for stub in stubs[:8]] + [stream(stub) for stub in stubs[8:]]
+        calls = [begun(stream(stub)) for stub in stubs[:2]] + [stream(stub) for stub in stubs[2:]]
         os.kill(found.engine, signal.SIGKILL)
         ends = ends_of(calls)
     assert server.process.wait(LIMIT) == 1
@@ -242,7 +237,7 @@ def test_a_signal_reaches_all_processes(start, tmp_path):
     tokens.write_text("second\n")
     server.process.send_signal(signal.SIGHUP)
     eventually(lambda: "read again" in server.text(), "the tokens are read")
-    with connections(server.address, NUM_CONNECTIONS) as stubs:
+    with connections(server.address, 4) as stubs:
         request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5]), stopping=LONG)
         calls = [begun(stub.Generate(request, metadata=bearer("second"))) for stub in stubs]
         for pid in found.all:  # as Ctrl-C does
@@ -280,7 +275,7 @@ def refused(stub: peagle_v1_pb2_grpc.GenerationStub) -> grpc.Future:
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize(("second", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_the_drain(start, second, code):
-    server = start("--drain-seconds", "3600", "--max-num-seqs", "4")
+    server = start("--drain-seconds", "3600")
     with connections(server.address, 1) as (stub,), ThreadPoolExecutor(24) as pool:
         calls = [stream(stub) for _ in range(24)]  # most of them wait when the signal comes
         for call in calls:
@@ -327,8 +322,8 @@ def test_a_server_needs_nobody_who_reads_its_output(folders, environment, output
     os.set_blocking(writer, True)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    arguments = [*folders.options(), "--max-model-len", "64", "--port", str(port)]
-    arguments += ["--http-port", "-1"]
+    model = [item for item in folders.options() if item != "--no-cache"]
+    arguments = [*model, *SIZES, "--port", str(port), "--http-port", "-1"]
     closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh"] if output == "closed" else []
     command = [*closed, sys.executable, "-m", "serving", *arguments, "--drain-seconds", "1"]
     process = subprocess.Popen(command, env=environment, stdout=writer, stderr=writer)
@@ -432,7 +427,7 @@ def test_an_engine_in_its_process_takes_other_weights_under_load(start, folders,
         assert "layers.1." in caught.value.details()
         assert answer() == (text, ["0"])
         request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[5, 6, 7]), stopping=LONG)
-        streams = [begun(stub.Generate(request, metadata=bearer("user"))) for _ in range(16)]
+        streams = [begun(stub.Generate(request, metadata=bearer("user"))) for _ in range(4)]
         assert update(tmp_path / "other") == "1"
         assert {code for code, *_ in ends_of(streams)} == {Status.OK}
         changed, versions = answer()
@@ -506,11 +501,10 @@ def test_a_full_collection_is_short_in_every_process_while_requests_run(environm
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     paths = [str(tmp_path), str(Path(__file__).parents[2])]
     mine = environment | {"COLLECTIONS": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
-    options = ["--max-num-seqs", "4", "--max-model-len", "512"]
+    options = ["--max-num-seqs", "2", "--max-model-len", "512"]
     made = Served(options, log=tmp_path / "log", environment=mine)
     with made as server, connections(server.wait(), 1) as (stub,):
-        endless = pb.Stopping(max_tokens=400, ignore_eos=True)
-        calls = [begun(stream(stub, stopping=endless)) for _ in range(4)]
+        calls = [begun(stream(stub)) for _ in range(2)]
         (tmp_path / "collect").touch()
         eventually(lambda: len([*tmp_path.glob("*.seconds")]) == 2, "both processes collected")
         assert all(count > 0 for *_, count in ends_of(calls))

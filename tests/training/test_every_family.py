@@ -17,6 +17,8 @@ from tests import tiny
 from tests.checkpoint.test_golden_families import GOLDEN, NAMES
 from tests.training.small import head_options, run_config, save_texts
 
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
+
 S, TAPS = 40, (2, 4, 5)
 PRUNED = ("qwen2", "gpt_oss-bf16", "llama-fp8-tensor")
 """Targets of heads with a smaller vocabulary."""
@@ -67,6 +69,5 @@ def test_a_head_is_trained_written_loaded_and_lossless(name, method, tmp_path):
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     prompt = [[9, 8, 200, 11, 30, 30, 9, 8]]
     drafted = load(folder, tmp_path / "head", config=config).generate(prompt, params)[0]
-    plain = load(folder, method="none", config=config).generate(prompt, params)[0]
-    assert drafted.tokens == plain.tokens
+    assert [drafted.tokens] == tiny.greedy(target, prompt, 12)
     assert drafted.drafted > 0

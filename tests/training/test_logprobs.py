@@ -12,6 +12,8 @@ from peagle_jax.checkpoint import load_target
 from tests import tiny
 from tests.programs import one_bucket
 
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
+
 PROMPTS = [[5, 9, 3], [7] * 40, [11, 2, 90, 4, 4, 8, 1]]
 SIZES = dict(max_num_seqs=4, max_model_len=128, page_size=8, prefill_chunk=128, prefill_rows=3)
 TOLERANCE = {"float32": 2e-5, "bfloat16": 0.1}
