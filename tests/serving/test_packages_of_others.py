@@ -1,9 +1,12 @@
-"""Packages that people put before a server of OpenAI's routes, unmodified: only address, key and
-model are given. `.ci/run` installs them (the extra `clients`); elsewhere these tests are skipped.
+"""Packages that people put before a server, in Python and JavaScript, unmodified: only address, key
+and model are given. `.ci/run` installs them (the extra `clients`, and what `node/package.json`
+names); elsewhere these tests are skipped.
 """
 
 import asyncio
 import json
+import subprocess
+from pathlib import Path
 
 import openai
 import pydantic
@@ -16,6 +19,7 @@ pytestmark = pytest.mark.slow
 VALID = CALL.replace('"3"', "3")
 SAID = "The file is empty."
 LONG = "a" * 5000  # more than the model's 1,024 tokens
+NODE = Path(__file__).parent / "node"
 
 
 class Switch(pydantic.BaseModel):
@@ -110,3 +114,47 @@ def test_openais_agents_close_the_loop_of_a_tool_on_both_apis(scripted, url):
                 assert "nothing" in scripted.prompts[1]
 
     asyncio.run(run())
+
+
+@pytest.fixture
+def in_node(scripted):
+    """Runs a client of `node/clients.mjs`; returns what it got."""
+    if not (NODE / "node_modules").is_dir():
+        pytest.skip(f"npm has not installed the packages of {NODE / 'package.json'}")
+
+    def run(client: str) -> dict:
+        command = ["node", NODE / "clients.mjs", client, scripted.live.http_address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    yield run
+    scripted.live.check_empty()
+
+
+def test_openais_package_of_node_closes_loops_streams_and_reads_refusals(scripted, in_node):
+    scripted.say(VALID, SAID)
+    got = in_node("openai")
+    assert (got["texts"], got["calls"]) == ([SAID] * 3, [READ])
+    assert "nothing" in scripted.prompts[1]
+    assert (got["long"]["status"], got["long"]["code"]) == (400, "context_length_exceeded")
+    assert (got["other"]["status"], got["other"]["code"]) == (404, "model_not_found")
+
+
+def test_anthropics_package_of_node_closes_loops_streams_and_counts(scripted, in_node):
+    scripted.say(CALL, SAID)
+    got = in_node("anthropic")
+    assert (got["texts"], got["calls"]) == ([SAID] * 2, [READ])
+    assert "nothing" in scripted.prompts[1]
+    assert got["counted"] > 0
+    assert (got["long"]["status"], got["long"]["code"]) == (400, "invalid_request_error")
+    assert "prompt is too long" in got["long"]["said"]
+
+
+@pytest.mark.parametrize("client", ["ai-compatible", "ai-responses"])
+def test_vercels_ai_sdk_closes_loops_streams_and_gets_an_object(scripted, in_node, client):
+    scripted.say(VALID, SAID, SAID, '{"on": true}')
+    got = in_node(client)
+    assert (got["texts"], got["calls"]) == ([SAID] * 2, [READ])
+    assert "nothing" in scripted.prompts[1]
+    assert got["object"] == {"on": True}
