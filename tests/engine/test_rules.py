@@ -100,25 +100,6 @@ def test_values_of_another_type_are_refused_by_name(fields):
     assert error.value.field == field
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        dict(num_draft="7"),
-        dict(num_draft=33),
-        dict(num_pages="20"),
-        dict(prefill_chunk=1.5),
-        dict(max_num_seqs="4"),
-        dict(batch_sizes=8),
-        dict(batch_sizes=("8",)),
-        dict(dtype="int8"),
-    ],
-)
-def test_sizes_of_another_type_are_refused_by_name(sizes):
-    (name,) = sizes
-    with pytest.raises(ConfigError, match=name):
-        EngineConfig(**sizes)
-
-
 def test_numbers_of_numpy_are_numbers():
     SamplingParams(max_tokens=np.int32(3), temperature=np.float32(0.5), seed=np.int64(1))
 

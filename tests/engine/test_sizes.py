@@ -30,8 +30,26 @@ def test_what_the_model_does_not_have_is_refused_with_the_largest_size(sizes, mo
 
 @pytest.mark.parametrize("given", [33, 100, 129])
 def test_more_drafts_than_any_head_makes_are_refused(given):
-    with pytest.raises(ConfigError, match=f"={given} must lie between 0 and 32"):
+    with pytest.raises(ConfigError, match=rf"^num_draft={given} \(.*\) must lie between 0 and 32"):
         EngineConfig(num_draft=given)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(num_draft="7"),
+        dict(num_pages="20"),
+        dict(prefill_chunk=1.5),
+        dict(max_num_seqs="4"),
+        dict(batch_sizes=8),
+        dict(batch_sizes=("8",)),
+        dict(dtype="int8"),
+    ],
+)
+def test_sizes_of_another_type_are_refused_by_name(sizes):
+    (name,) = sizes
+    with pytest.raises(ConfigError, match=name):
+        EngineConfig(**sizes)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (4, 2, 1), (2, 2, 4), (0, 4), (1, 8)])
