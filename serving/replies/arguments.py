@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from serving.replies.parts import ToolCall
 
 _MOST_SCHEMAS = 32  # parts of the schema of an argument: its unions and references
+_WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 class NoCall(ValueError):
@@ -117,20 +119,20 @@ def _converted(value: object, types: Sequence[str]) -> object:
 
 
 def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        number = float(text)  # JSON Schema's integers include 3.0
-    if not number.is_integer():
+    number = _number(text)
+    if number != int(number):  # JSON Schema's integers include 3.0
         raise ValueError(text)
     return int(number)
 
 
 def _number(text: str) -> int | float:
+    if _WHOLE.fullmatch(text):
+        return int(text)
     number = float(text)
-    if not math.isfinite(number):
+    # Python also reads `1_0` and digits of other scripts.
+    if not math.isfinite(number) or "_" in text or not text.isascii():
         raise ValueError(text)
-    return int(text) if text.lstrip("+-").isdecimal() else number
+    return number
 
 
 def _boolean(text: str) -> bool:

@@ -85,6 +85,11 @@ CASES = {
         hermes("read", dict(lines="3", share="null", path="3", all="True", x="5")),
         call(lines=3, share=None, path="3", all=True, x="5"),
     ),
+    "numbers of Python alone": case(
+        "qwen3",
+        hermes("read", dict(lines="1_000", share="١.5")),
+        call(lines="1_000", share="١.5"),
+    ),
     "two objects in one call": case(
         "qwen3", '<tool_call>{"name":"a"}\n{"name":"b"}</tool_call>', call("a"), call("b")
     ),
