@@ -214,7 +214,7 @@ def is_int(value: object) -> bool:
     return _is_number(value, numbers.Integral)
 
 
-_HAS_KIND: dict[Kind, Callable[[Any], bool]] = {
+_TYPES: dict[Kind, Callable[[Any], bool]] = {
     "int": is_int,
     "float": _is_number,
     "texts": lambda value: isinstance(value, tuple) and all(isinstance(one, str) for one in value),
@@ -225,6 +225,7 @@ _HAS_KIND: dict[Kind, Callable[[Any], bool]] = {
         and all(is_int(token) and _is_number(bias) for token, bias in value)
     ),
 }
+_RULES_OF_KIND = {kind: (Rule(_WANTED[kind], holds),) for kind, holds in _TYPES.items()}
 """Kinds whose values of another type would be refused late, or taken as something else."""
 
 
@@ -238,8 +239,7 @@ def check(one: Option, value: object) -> None:
         return
     if one.kind == "choice":
         check_choice(one.name, value, one.choices)
-    of_kind = Rule(_WANTED.get(one.kind, ""), _HAS_KIND.get(one.kind, lambda value: True))
-    for rule in (of_kind, *one.rules):
+    for rule in (*_RULES_OF_KIND.get(one.kind, ()), *one.rules):
         if not rule.holds(value):
             shown = repr(value)
             shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."

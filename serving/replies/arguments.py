@@ -120,7 +120,7 @@ def _converted(value: object, types: Sequence[str]) -> object:
 
 def _integer(text: str) -> int:
     number = _number(text)
-    if number != int(number):  # JSON Schema's integers include 3.0
+    if not number.is_integer():  # JSON Schema's integers include 3.0
         raise ValueError(text)
     return int(number)
 
