@@ -33,6 +33,18 @@ from pallas_kernels.weight_tiles.warpgroups import launch_options, tile_rows, wa
 _FEW_STEPS = 16
 """Most steps of a unit for which blocks stay for several. With 32 and more they are 8 % slower to 4
 % faster on an H200."""
+_SIZES = {
+    "plain": ((1, 64), (2, 64), (1, 128), (2, 128), (2, 192), (3, 128), (4, 64), (4, 128), (2, 256)),
+    "scaled": ((1, 64), (2, 64), (1, 128), (2, 128), (2, 192), (2, 256), (3, 64), (4, 64)),
+    "tiled": ((1, 64), (2, 64), (1, 128), (2, 128), (2, 192), (2, 256), (3, 64)),
+    "unpacked": ((1, 64), (2, 64), (1, 128), (2, 128)),
+}
+"""Sizes of a block on Hopper for more than 64 tokens, (warpgroups, tokens), by its operands."""
+_MOST_SUMS = {1: 384, 2: 384, 3: 256, 4: 128}
+"""Most sums of a weight row that registers hold, by the number of warpgroups."""
+_STEP_COST, _SPILL_COST = 170, 1.12
+_STORE_COST, _SPLIT_COST = 2, 9
+"""Constants of `TuningConfig.cost`, from 634 timings of one H200."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class TuningConfig:
     """Tile sizes of a product; only `chunks` affects the result's bits.
 
     Attributes:
-      tokens: tokens of a tile; at most 64, on Hopper also 128.
+      tokens: tokens of a tile; at most 64, on Hopper up to 256.
       chunks: chunks of K.
       split: K-split: one block per chunk.
       stages: preferred pipeline stages, see `Format.stages`.
@@ -83,43 +95,50 @@ class TuningConfig:
         least = cls(tokens, chunks, split, stages=4 if is_small else 3)
         if R <= 64 or form.mma.groups(2) == 1:
             return least
-        cost = lambda tiling: tiling.cost(R, N, K, form, device)
-        few = lambda tiling: tiling.blocks(R, N, form) < device.num_sms
+        # Partial sums of more tiles would take too much memory.
+        few = lambda tiling: tiling.blocks(R, N, form) < 2 * device.num_sms
         return min(
             (tiling for tiling in least.alternatives(form) if few(tiling) or not tiling.split),
-            key=cost,
+            key=lambda tiling: tiling.cost(R, N, K, form, device),
         )
 
     def alternatives(self, form: Format) -> "list[TuningConfig]":
-        """Configs for more than 64 tokens on Hopper: all block sizes that fit into the register
+        """Configs for more than 64 tokens on Hopper, of all sizes that fit into the register
         file."""
-        configs = []
-        for groups, tokens in ((1, 64), (2, 64), (1, 128), (2, 128), (4, 64), (4, 128)):
+        codec, configs = form.codec, []
+        stored = "scaled" if codec.x_scaled else "plain"
+        operands = "tiled" if codec.tiled else "unpacked" if codec.unpacked else stored
+        for groups, tokens in _SIZES[operands]:
             stages = 3 if tokens * groups == 64 else 4  # capped by shared memory
             for split in (False, True)[: self.chunks]:
-                # Accumulators: one of a chunk, and a second one of all chunks.
-                totals = 1 if split or self.chunks == 1 else 2
-                # With four warpgroups a thread has 128 registers: no room for unpacked weights, nor
-                # for the scales of 128 rows of x.
-                fits = not form.codec.unpacked and tokens * totals <= 128
-                if groups < 4 or (fits and (tokens <= 64 or not form.codec.x_scaled)):
-                    size = dict(tokens=tokens, groups=groups, stages=stages)
-                    configs.append(replace(self, split=split, **size))
+                size = replace(self, split=split, tokens=tokens, groups=groups, stages=stages)
+                if size.totals * tokens <= _MOST_SUMS[groups]:
+                    configs.append(size)
         return configs
+
+    @property
+    def totals(self) -> int:
+        """Sums of a tile in registers: of a chunk, and a second one of all chunks."""
+        return 1 if self.split or self.chunks == 1 else 2
 
     def blocks(self, R: int, N: int, form: Format) -> int:
         """Blocks of the grid without a K-split."""
         return pl.cdiv(N, self.groups * form.rows) * pl.cdiv(R, self.tokens)
 
     def cost(self, R: int, N: int, K: int, form: Format, device: Device) -> float:
-        """Estimated bytes between L2 and the busiest SM."""
-        splits = self.chunks if self.split else 1
-        rows = self.groups * form.rows
-        blocks = self.blocks(R, N, form) * splits
-        row = K * form.codec.row_bytes // form.codec.step  # bytes of one weight row
-        read = (rows * row + self.tokens * K * form.codec.x_dtype.itemsize) / splits
-        added = 2 * rows * self.tokens * 4  # partial sums are written once and read once
-        return pl.cdiv(blocks, device.num_sms) * (read + added)
+        """Estimated time, in that of 64 rows of a weight times one token for a step.
+
+        A step takes as long as the tensor cores do, and a little longer; the results of a unit are
+        stored, and partial sums are read again.
+        """
+        codec, splits = form.codec, self.chunks if self.split else 1
+        size = self.groups * self.tokens
+        waves = pl.cdiv(self.blocks(R, N, form) * splits, device.num_sms)
+        step = size + _STEP_COST
+        if codec.unpacked and self.totals * self.tokens > 256:  # the compiler spills
+            step *= _SPILL_COST
+        stored = (_SPLIT_COST if self.split else _STORE_COST) * size
+        return waves * (pl.cdiv(pl.cdiv(K, codec.step), splits) * step + stored)
 
 
 class _Unit(NamedTuple):

@@ -154,7 +154,7 @@ class Format:
     def _stored(self, tokens: int, groups: int) -> int:
         """Tokens of the output tile that are in shared memory at once during the epilogue."""
         piece = tokens // self.mma.pieces(self.codec, tokens, groups)
-        most = min(piece, 64, 128 // groups)
+        most = min(piece, 64, 128 // groups // 8 * 8)
         return next(n for n in range(most, 0, -8) if piece % n == 0)
 
     def kernel_scale(self, scale: jax.Array | None) -> jax.Array | None:

@@ -37,10 +37,12 @@ class Wgmma(Mma):
 
     def pieces(self, codec: Codec, tokens: int, groups: int) -> int:
         # Totals of all tokens stay in registers. The MMA accumulator beside them covers 128 tokens,
-        # or 64 if registers also hold unpacked weights or more than two warpgroups share the
-        # register file.
-        most = 64 if codec.unpacked or groups > 2 else 128
-        return max(1, tokens // most)
+        # or 64 if registers also hold weights that are unpacked row by row, or if more than two
+        # warpgroups share the register file.
+        if tokens > 128:
+            return 2
+        is_wide = groups <= 2 and (groups == 2 if codec.tiled else not codec.unpacked)
+        return max(1, tokens // (128 if is_wide else 64))
 
     def add_products(
         self,

@@ -63,6 +63,7 @@ SHAPES = {
     "fp8": (72, 144, 640),
     "fp8_rows": (72, 80, 384),
     "mxfp4": (72, 80, 576),
+    "fp8_tiles": (72, 192, 640),
 }
 """Of R, N, K: 72 rows are two tiles of 64, or a part of one of 128."""
 
@@ -78,6 +79,9 @@ SHAPES = {
         ("fp8", 64, 2, True),
         ("fp8", 128, 1, False),
         *[("bf16", tokens, 4, False) for tokens in (64, 128)],
+        *[("bf16", 128, 3, False), ("fp8_tiles", 64, 3, False)],
+        *[("fp8_tiles", tokens, 2, split) for tokens in (128, 256) for split in (False, True)],
+        *[(form, 192, 2, False) for form in ("bf16", "fp8_tiles")],
     ],
 )
 def test_products_have_the_same_bits(form, tokens, groups, split):
