@@ -231,7 +231,6 @@ def _identity(options: Options, about: pb.GetModelInfoResponse) -> dict:
         "set": "random tokens",
         "prompt_tokens": options.prompt_tokens,
         "duration": None if options.minutes is None else 60 * options.minutes,
-        "api_processes": 1,
         "method": about.method,
         "num_speculative_tokens": about.num_speculative_tokens,
         "max_num_seqs": about.max_num_seqs,

@@ -102,8 +102,7 @@ def _load(row: dict) -> str:
     if row["rate"] is not None:
         return f"{row['rate']:g} requests/s"
     seconds = f", mixed lengths for {row['duration']:g} s" if row.get("duration") else ""
-    several = f", {row['api_processes']} API processes" if row["api_processes"] > 1 else ""
-    return f"{row['concurrency']} requests{seconds}{several}"
+    return f"{row['concurrency']} requests{seconds}"
 
 
 class Facts(Fields):
@@ -187,7 +186,6 @@ def newest(all_rows: Iterable[dict]) -> list[dict]:
     order = lambda row: (
         methods.index(row.get("method")),
         *(number(row, name) for name in ("num_speculative_tokens", "concurrency", "rate")),
-        number(row, "api_processes"),
         row.get("protocol", ""),
     )
     return sorted(latest.values(), key=order)

@@ -159,7 +159,7 @@ def served(protocol: str, concurrency: int, speed: float, **changes) -> dict:
     start = dict(port_seconds=9.0, serving_seconds=20.0, programs_seconds=21.0)
     found = row("served", "peagle", 7, **model, **load, **speeds, **start)
     found |= dict(synthetic_acceptance_length=3.1, served_over_bare=speed / 1000)
-    found |= dict(codes={"OK": 32}, programs_on_disk=4, api_processes=1)
+    found |= dict(codes={"OK": 32}, programs_on_disk=4)
     found["processes"] = [{"role": "engine", "resident_mib": 2048.0, "cpu_seconds": 1.0}]
     figures = {"p50": 1.0, "p99": 2.0, "max": 3.0}
     return found | dict(ttft_ms=figures, tpot_ms=figures, gap_ms=figures) | changes
