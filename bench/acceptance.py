@@ -1,5 +1,4 @@
-"""`peagle-bench acceptance`: acceptance length and per-position rates, by head, K and prompt
-set."""
+"""`peagle-bench acceptance`: acceptance length and rates by position, head, K and prompt set."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,8 @@ from bench.printed import show
 from bench.sweep import check_rounds, engines, prompts_of, sampling
 from bench.timing import drive
 from peagle_jax.config import EngineConfig
+from peagle_jax.structured import Structured
+from peagle_jax.text.prompts import read_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,27 +23,31 @@ class Options(SweepOptions):
     Args:
       sets: prompts: HumanEval, MT-Bench, or NAME=FILE (JSON lines, a text file, a folder of *.py)
       num_prompts: prompts per set; all without it
+      json_schema: answers match the JSON schema of this file, which names the set in rows
       concurrency: requests at once
     """
 
     methods: tuple[str, ...] = methods(METHODS[1:])
     sets: tuple[str, ...] = ("HumanEval", "MT-Bench")
     num_prompts: int | None = None
+    json_schema: Path | None = None
     concurrency: int = 8
     out: Path = RESULTS / "acceptance.jsonl"
 
 
 def run(options: Options) -> int:
     """Measures, a row each, and prints them."""
-    environment, models, params = options.environment(), Models.load(options), sampling(options)
+    params, suffix = sampling(options), ""
+    if file := options.json_schema:
+        params = replace(params, structured=Structured.json_schema(read_text(file)))
+        suffix = f" as {file.stem}"
+    environment, models = options.environment(), Models.load(options)
     config = EngineConfig(
         max_num_seqs=options.concurrency,
         max_model_len=options.max_model_len,
         programs_folder=options.programs_folder,
     )
-    chosen = [
-        prompts_of(models, options, spec, config, options.num_prompts) for spec in options.sets
-    ]
+    chosen = [prompts_of(models, options, one, config, options.num_prompts) for one in options.sets]
     concurrency = min(options.concurrency, max(len(prompts) for _, prompts, _ in chosen))
     config = replace(config, max_num_seqs=concurrency)
     total = sum(len(prompts) for _, prompts, _ in chosen) * len(models.variants(options))
@@ -57,7 +62,7 @@ def run(options: Options) -> int:
                 row = {
                     "kind": "acceptance",
                     **models.identity(
-                        options, prompts=name, variant=variant, concurrency=concurrency
+                        options, prompts=name + suffix, variant=variant, concurrency=concurrency
                     ),
                     **measured.as_row(),
                     "prompts_left_out": left_out,

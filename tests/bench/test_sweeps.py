@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from bench.__main__ import main
 from bench.sweep import prompt_set
 from bench.timing import drive
 from peagle_jax import Engine, EngineConfig, SamplingParams
+from peagle_jax.structured import Structured
 from peagle_jax.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.programs import one_bucket
@@ -82,6 +84,29 @@ def test_prompts_that_cannot_run_are_left_out_and_counted(
     err = capsys.readouterr().err
     assert "peagle-bench: left out: few: prompt 1: prompt: " in err
     assert [row["prompts_left_out"] for row in read(out)] == [1]
+
+
+@pytest.mark.slow
+def test_requests_have_the_json_schema_of_a_file(
+    folders, tmp_path, few_prompts, capsys, monkeypatch
+):
+    schema, out, seen = tmp_path / "yes.json", tmp_path / "rows.jsonl", []
+
+    def unconstrained(
+        engine, prompts, params, **options
+    ):  # the engines of this folder have no masks
+        seen.append(params.structured)
+        return drive(engine, prompts, replace(params, structured=None), **options)
+
+    monkeypatch.setattr("bench.acceptance.drive", unconstrained)
+    argv = [*options(folders, out), "-K", "2", "--sets", few_prompts, "--methods", "peagle"]
+    argv = ["acceptance", *argv, "--json-schema", str(schema)]
+    assert main(argv) == 2
+    assert str(schema) in capsys.readouterr().err
+    schema.write_text('{"const": "yes"}')
+    assert main(argv) == 0
+    assert seen == [Structured.json_schema({"const": "yes"})]
+    assert [row["set"] for row in read(out)] == ["few as yes"]
 
 
 def test_drive_keeps_the_concurrency_and_times_full_rounds_only():
