@@ -1,4 +1,4 @@
-"""Several warpgroups of a block, tiles of 128 tokens: the bits of one and of small tiles."""
+"""Several warpgroups of a block, tiles of up to 256 tokens: the bits of one and of small tiles."""
 
 import functools
 from dataclasses import replace
