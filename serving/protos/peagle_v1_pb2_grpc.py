@@ -235,7 +235,7 @@ class GenerationServicer:
 
     def Generate(self, request, context):
         """Streams a generation: deltas as rounds of the engine produce them, several tokens at a time.
-        Cancelling the call frees everything within one round of the engine.
+        Cancelling the call frees everything after the rounds in flight, two at most.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

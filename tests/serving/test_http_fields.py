@@ -13,7 +13,7 @@ from serving.http.chat import ChatFields
 from serving.http.completions import CompletionFields
 from serving.http.fields import Fields, Reading
 from serving.http.messages_fields import MessagesFields, PromptFields
-from serving.http.options import read_params
+from serving.http.options import SamplingFields, SharedFields, read_params
 from serving.http.responses_fields import ResponsesFields
 from serving.http.tokens import DetokenizeFields, TokenizeFields
 from serving.limits import Limits
@@ -99,6 +99,10 @@ def test_a_null_counts_as_left_out(model):
 
 def test_an_integer_above_the_largest_float_is_too_large():
     assert refusal(ChatFields, temperature=10**400).message == "temperature: is too large"
+
+
+def test_no_option_of_the_engine_is_hidden_by_a_field_of_its_name():
+    assert not SamplingFields.model_fields.keys() & SharedFields.__annotations__.keys()
 
 
 def test_only_the_assistant_may_leave_out_content():
