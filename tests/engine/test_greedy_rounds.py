@@ -180,7 +180,8 @@ def test_a_program_that_is_ready_late_takes_over_between_two_calls():
 
 
 def test_the_time_of_a_call_is_divided_by_its_rounds(monkeypatch):
-    engine = ready(CALLS_OF_THREE)
+    engine = Engine(tiny.target(**tiny.ONE_LAYER), None, replace(CALLS_OF_THREE, num_draft=0))
+    engine.warm_up()
     clock = iter(range(0, 9999, 6))
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     params = SamplingParams(max_tokens=60, ignore_eos=True)

@@ -15,6 +15,8 @@ from peagle_jax.text import child_python
 from tests import tiny
 from tests.programs import one_bucket
 
+pytestmark = pytest.mark.usefixtures("programs_without_controls")
+
 CONFIG = EngineConfig(
     num_draft=3, max_num_seqs=2, max_model_len=64, prefill_chunk=8, page_size=4, dtype="float32"
 )
