@@ -64,18 +64,6 @@ def watched(engine: Engine) -> list:
     return ran
 
 
-@pytest.mark.sampled(0, slow=2)
-@pytest.mark.parametrize("other", NEEDS_BRANCH)
-def test_the_text_of_a_greedy_request_does_not_depend_on_the_program(other):
-    params = [GREEDY, NEEDS_BRANCH[other], GREEDY, GREEDY]
-    engine = ready(config(True))
-    ran = watched(engine)
-    assert texts(engine, params) == texts(ready(config(False)), params)
-    rounds = [call for call in ran if not isinstance(call, Prefill)]
-    with_branch = [call for call in rounds if not isinstance(call, GreedyRound)]
-    assert 0 < len(with_branch) < len(rounds)  # the other request ends before the greedy ones
-
-
 @pytest.mark.slow
 def test_greedy_requests_alone_run_no_branch(plain_texts):
     engine = ready(ONE_BUCKET)
