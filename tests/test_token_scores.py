@@ -98,20 +98,23 @@ ASKS = (
 )
 
 
-def test_scores_of_drafts_are_those_of_plain_decoding():
+def test_scores_of_drafts_are_those_of_plain_decoding(shared_programs):
     """Sampled texts depend on the number of drafts: they are compared up to where they part."""
     sizes = dict(max_num_seqs=3, max_model_len=64, page_size=8, prefill_chunk=32, prefill_rows=3)
     target = tiny.target(**tiny.ONE_LAYER)
     asked = dict(max_tokens=20, logprobs=2, logprobs_mode="sampled")
-    asks = [SamplingParams(**asked | one) for one in ASKS]
-    run = lambda drafter, num_draft: one_bucket(
-        Engine(target, None, EngineConfig(num_draft=num_draft, **sizes), drafter=drafter)
-    ).generate(PROMPTS, asks)
-    plain = run(None, 0)
+
+    def run(texts: np.ndarray, num_draft: int) -> list:
+        drafter = OracleDrafter(jnp.asarray(texts), jnp.asarray(0), 3)
+        engine = Engine(target, None, EngineConfig(num_draft=3, **sizes), drafter=drafter)
+        asks = [SamplingParams(num_speculative_tokens=num_draft, **asked | one) for one in ASKS]
+        return one_bucket(engine).generate(PROMPTS, asks)
+
     texts = np.zeros((3, 100), np.int32)
+    plain = run(texts, 0)
     for row, prompt, one in zip(texts, PROMPTS, plain, strict=True):
         row[: len(prompt) + 20] = prompt + one.tokens
-    spec = run(OracleDrafter(jnp.asarray(texts), jnp.asarray(0), 3), 3)
+    spec = run(texts, 3)
     assert all(one.accepted > 0 for one in spec[:2])
     for one, other in zip(plain, spec, strict=True):
         same = next(

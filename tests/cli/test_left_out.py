@@ -28,7 +28,7 @@ def left_out(err: str) -> list[str]:
 
 def test_bad_prompts_are_named_and_the_others_run(generate, folders, file_of):
     path = file_of(GOOD, LONG, FOREIGN, ALSO, GREEDY)
-    argv = [*folders.options(), "-K", "3", "--concurrency", "2"]
+    argv = [*folders.options(), "-K", "3", "--concurrency", "2", "--adaptive", "off"]
     code, out, err = generate("--prompts", path, *argv, "--json")
     assert code == 3
     lines = left_out(err)
