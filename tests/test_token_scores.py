@@ -13,6 +13,7 @@ from tests import tiny
 from tests.programs import one_bucket
 from tests.test_adjust import PROMPT, J, V, batch, packed, params, reference
 from tests.test_losslessness import OracleDrafter
+from tests.test_sampling_filters import definition
 
 
 @jax.jit
@@ -25,16 +26,8 @@ def law(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p:
     """Log-probabilities [V] in float64 of one row; greedy rows count as temperature 1."""
     if temperature == 0:
         temperature, top_k, top_p, min_p = 1.0, 0, 1.0, 0.0
-    logprobs = (logits - logits.max()) / temperature
-    kept = np.ones(len(logits), bool)
-    if top_k:
-        kept &= logprobs >= np.sort(logprobs)[-min(int(top_k), len(logits))]
-    mass = np.where(kept, np.exp(logprobs), 0.0)
-    order = np.argsort(-mass, kind="stable")
-    before = np.cumsum(mass[order]) - mass[order]
-    kept[order[before >= top_p * mass.sum()]] = False
-    kept &= np.exp(logprobs) >= min_p
-    logprobs = np.where(kept, logprobs, -np.inf)
+    kept, _ = definition(logits, temperature, int(top_k), top_p, min_p)
+    logprobs = np.where(kept, (logits - logits.max()) / temperature, -np.inf)
     return logprobs - np.log(np.exp(logprobs).sum())
 
 
