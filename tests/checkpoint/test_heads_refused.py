@@ -169,6 +169,10 @@ def layer_with(**changes):
     )
 
 
+def flat_with(**changes):
+    return lambda config, tensors: (layouts.flat_llama(config, **changes), tensors)
+
+
 def without(name: str):
     return lambda c, t: (c, {key: x for key, x in t.items() if key != name})
 
@@ -274,6 +278,34 @@ REFUSED = [
         "peagle-1",
         layer_with(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)),
         "'longrope'",
+    ),
+    (
+        "eagle3",
+        flat_with(eagle_config={"use_aux_hidden_state": False}),
+        "use_aux_hidden_state false",
+    ),
+    ("eagle3", flat_with(target_hidden_size="64"), "target_hidden_size"),
+    ("eagle3", flat_with(architectures="Llama"), "must be a list"),
+    ("eagle3", flat_with(eagle_aux_hidden_state_layer_ids=["low"]), "must be a token id or a list"),
+    ("eagle3", flat_with(layer_types=["sliding_attention"]), "states no sliding_window"),
+    (
+        "eagle3",
+        flat_with(layer_types=["sliding_attention"] * 2, sliding_window=8),
+        "for each of 1 layers",
+    ),
+    ("eagle3", flat_with(num_key_value_heads=3), "must be a multiple"),
+    (
+        "peagle-norms",
+        lambda c, t: (
+            c | {"fc_norm": True},
+            t | {f"fc_norm.{i}.weight": np.ones(64, np.float32) for i in range(3)},
+        ),
+        "exclude each other",
+    ),
+    (
+        "eagle3",
+        lambda c, t: (c, t | {"norm.weight": np.ones(64, np.uint8)}),
+        "norm.weight is uint8; only the matrices",
     ),
 ]
 

@@ -45,16 +45,6 @@ def test_bad_prompts_are_named_and_the_others_run(generate, folders, file_of):
     assert summary["summary"]["prompts"] == 2
 
 
-@pytest.mark.slow
-def test_methods_are_compared_on_the_others(generate, folders, file_of):
-    path = file_of(GOOD, LONG, ALSO)
-    argv = ["--model", str(folders.target), "--drafter", str(folders.peagle), "--no-cache"]
-    code, out, err = generate("--compare", path, *argv, "-K", "3")
-    assert code == 3
-    assert [line.split(": ")[0] for line in left_out(err)] == [f"{path}:2"]
-    assert "2 outputs are those of plain decoding" in out
-
-
 def test_without_any_good_prompt_the_first_reason_is_the_error(generate, folders, file_of):
     path = file_of(LONG, FOREIGN)
     code, out, err = generate("--prompts", path, *folders.options())
