@@ -6,8 +6,6 @@ import jax
 import jax.monitoring
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.host.request import Request, Round
@@ -15,6 +13,7 @@ from peagle_jax.engine.host.scheduler import QueueFull
 from peagle_jax.text.tokenizer import Tokenizer
 from tests import programs, tiny
 from tests.programs import one_bucket
+from tests.vocabularies import letter_tokenizer
 
 J, MAX_TOKENS, VOCAB = 3, 20, tiny.TARGET.vocab_size
 EOS_IDS = tuple(range(112, VOCAB))  # an eighth of the vocabulary: texts do end in a random model
@@ -36,16 +35,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    """Byte-level BPE of 128 tokens: printable ASCII and 33 pairs of letters."""
-    letters = [chr(c) for c in range(33, 127)] + ["Ġ"]
-    pairs = [(a, b) for a in "abcdef" for b in "ghijkl"][: VOCAB - len(letters)]
-    tokens = [*letters, *(a + b for a, b in pairs)]
-    backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    folder = tmp_path_factory.mktemp("tokenizer")
-    backend.save(str(folder / "tokenizer.json"))
-    return Tokenizer(folder)
+    return letter_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def small_head(**changes):
