@@ -27,11 +27,6 @@ pytestmark = pytest.mark.usefixtures("programs_without_controls")
 DRAFTS = (0, 2, 4)
 
 
-def only(engine: Engine, num_draft: int) -> None:
-    """The next round has this K."""
-    engine.scheduler.rounds = {engine.config.max_num_seqs: (num_draft,)}
-
-
 def walk(
     engine: Engine, rng: random.Random, step: Callable[[Engine, random.Random], int]
 ) -> tuple[list[Request], set[tuple[int, int]]]:
@@ -73,21 +68,6 @@ def oracle(family: str, num_draft: int) -> OracleDrafter:
     for row, prompt, output in zip(table, prompts(), naive(family), strict=True):
         row[: len(prompt) + len(output)] = prompt + output
     return OracleDrafter(jnp.asarray(table), jnp.asarray(0), num_draft)
-
-
-class GivenTimes(RandomTimes):
-    """Seconds by K, which a test changes; the order of real rounds is recorded."""
-
-    def __init__(self, given: dict[int, float]):
-        super().__init__()
-        self.given, self.rounds = given, []
-
-    def seconds(self, size, drafts):
-        return {k: self.given[k] for k in drafts}
-
-    def add_round(self, shape, seconds):
-        assert seconds > 0
-        self.rounds.append(shape)
 
 
 @pytest.fixture
@@ -183,33 +163,6 @@ def one_page_config(rows: int) -> OneBucketConfig:
 def make_engine(times: RoundTimes | None, **changes) -> Engine:
     config = replace(one_page_config(2), **changes)
     return Engine(target("llama"), None, config, drafter=oracle("llama", 4), times=times)
-
-
-@pytest.mark.slow
-def test_k_follows_the_times_down_to_plain_decoding_and_back(three_k):
-    times = GivenTimes({0: 1.0, 2: 1.0, 4: 1.0})
-    engine = make_engine(times)
-    engine.warm_up()
-    params, seen = SamplingParams(max_tokens=60, ignore_eos=True), []
-
-    def generate() -> list[int]:
-        """K of all rounds of two texts."""
-        seen.clear()
-        for prompt in prompts()[:2]:
-            engine.add_request(prompt, params)
-        while engine.has_work:
-            seen.append(step(engine, None))
-        return [k for k in seen if k is not None]
-
-    assert set(generate()) == {4}
-    times.given = {0: 0.01, 2: 1.0, 4: 1.0}
-    assert generate()[-20:] == [0] * 20
-    assert engine.scheduler.num_draft_at(2) == 0
-    times.given = {0: 1.0, 2: 0.1, 4: 1.0}
-    assert generate()[-5:] == [2] * 5
-    times.given = {0: 1.0, 2: 1.0, 4: 1.0}
-    assert generate()[-5:] == [4] * 5
-    assert engine.policy.num_changes == 3
 
 
 @pytest.mark.slow

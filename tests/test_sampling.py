@@ -20,35 +20,17 @@ from peagle_jax.method.sampling import (
     sample_rows,
 )
 from tests.request_params import request_params
+from tests.test_sampling_filters import definition
 
 V = 11
 
 
-def softmax(x: np.ndarray) -> np.ndarray:
-    e = np.exp(x - x.max())
-    return e / e.sum()
-
-
-def reference(logits, temperature, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """One row in float64: the definitions, one after the other."""
+def reference(logits, temperature, *filters) -> np.ndarray:
+    """One row: the likeliest token, or the probabilities among those that are kept."""
     if temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
-    scaled = np.asarray(logits, np.float64) / temperature
-    order = np.argsort(-scaled, kind="stable")
-    kept = order[: top_k if top_k else len(order)]
-    kept = order[scaled[order] >= scaled[kept[-1]]]  # as in Hugging Face: with ties, for top-p too
-    if top_p < 1:
-        reached, enough = 0.0, []
-        for token, prob in zip(kept, softmax(scaled[kept]), strict=True):
-            if reached >= top_p:
-                break
-            enough.append(token)
-            reached += prob
-        kept = enough
-    # Tokens that tie with the last one kept are kept too: the order among equals is an accident.
-    weights = np.where(scaled >= scaled[kept[-1]], np.exp(scaled - scaled.max()), 0)
-    weights[weights < min_p * weights.max()] = 0
-    return weights / weights.sum()
+    kept, probs = definition(logits, temperature, *filters)
+    return np.where(kept, probs, 0) / probs[kept].sum()
 
 
 COMBINATIONS = list(

@@ -96,16 +96,16 @@ RULES = [
 ]
 
 
-def random_rows(kind: str, count: int, seed: int) -> np.ndarray:
+def random_rows(kind: str, count: int, seed: int, width: int = V) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    rows = rng.normal(0, 3, (count, V)).astype(np.float32)
+    rows = rng.normal(0, 3, (count, width)).astype(np.float32)
     if kind == "ties":
-        return rng.integers(-3, 4, (count, V)).astype(np.float32)
+        return rng.integers(-3, 4, (count, width)).astype(np.float32)
     if kind == "masked":  # more and more tokens, at last all but one
         for i, row in enumerate(rows):
-            row[rng.permutation(V)[: round((V - 1) * i / (count - 1))]] = -INF
+            row[rng.permutation(width)[: round((width - 1) * i / (count - 1))]] = -INF
     if kind == "one token":
-        rows[:, : V - 1] = -INF
+        rows[:, : width - 1] = -INF
     if kind == "far apart":  # scaled logits that overflow, and weights that underflow
         rows *= 1e30
     if kind == "alike":

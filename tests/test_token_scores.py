@@ -13,6 +13,7 @@ from tests import tiny
 from tests.programs import one_bucket
 from tests.test_adjust import PROMPT, J, V, batch, packed, params, reference
 from tests.test_losslessness import OracleDrafter
+from tests.test_sampling_filters import definition
 
 
 @jax.jit
@@ -25,16 +26,8 @@ def law(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p:
     """Log-probabilities [V] in float64 of one row; greedy rows count as temperature 1."""
     if temperature == 0:
         temperature, top_k, top_p, min_p = 1.0, 0, 1.0, 0.0
-    logprobs = (logits - logits.max()) / temperature
-    kept = np.ones(len(logits), bool)
-    if top_k:
-        kept &= logprobs >= np.sort(logprobs)[-min(int(top_k), len(logits))]
-    mass = np.where(kept, np.exp(logprobs), 0.0)
-    order = np.argsort(-mass, kind="stable")
-    before = np.cumsum(mass[order]) - mass[order]
-    kept[order[before >= top_p * mass.sum()]] = False
-    kept &= np.exp(logprobs) >= min_p
-    logprobs = np.where(kept, logprobs, -np.inf)
+    kept, _ = definition(logits, temperature, int(top_k), top_p, min_p)
+    logprobs = np.where(kept, (logits - logits.max()) / temperature, -np.inf)
     return logprobs - np.log(np.exp(logprobs).sum())
 
 
@@ -98,20 +91,23 @@ ASKS = (
 )
 
 
-def test_scores_of_drafts_are_those_of_plain_decoding():
+def test_scores_of_drafts_are_those_of_plain_decoding(shared_programs):
     """Sampled texts depend on the number of drafts: they are compared up to where they part."""
     sizes = dict(max_num_seqs=3, max_model_len=64, page_size=8, prefill_chunk=32, prefill_rows=3)
     target = tiny.target(**tiny.ONE_LAYER)
     asked = dict(max_tokens=20, logprobs=2, logprobs_mode="sampled")
-    asks = [SamplingParams(**asked | one) for one in ASKS]
-    run = lambda drafter, num_draft: one_bucket(
-        Engine(target, None, EngineConfig(num_draft=num_draft, **sizes), drafter=drafter)
-    ).generate(PROMPTS, asks)
-    plain = run(None, 0)
+
+    def run(texts: np.ndarray, num_draft: int) -> list:
+        drafter = OracleDrafter(jnp.asarray(texts), jnp.asarray(0), 3)
+        engine = Engine(target, None, EngineConfig(num_draft=3, **sizes), drafter=drafter)
+        asks = [SamplingParams(num_speculative_tokens=num_draft, **asked | one) for one in ASKS]
+        return one_bucket(engine).generate(PROMPTS, asks)
+
     texts = np.zeros((3, 100), np.int32)
+    plain = run(texts, 0)
     for row, prompt, one in zip(texts, PROMPTS, plain, strict=True):
         row[: len(prompt) + 20] = prompt + one.tokens
-    spec = run(OracleDrafter(jnp.asarray(texts), jnp.asarray(0), 3), 3)
+    spec = run(texts, 3)
     assert all(one.accepted > 0 for one in spec[:2])
     for one, other in zip(plain, spec, strict=True):
         same = next(

@@ -220,10 +220,6 @@ def test_what_a_child_raises_is_raised_here():
         in_child(sys.exit, 3)
 
 
-def read(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def outcome(code: str = "OK", *, ttft: float = 0.1, per_token: float = 0.01, tokens: int = 11):
     """A request sent at 100 s."""
     first = 100 + ttft

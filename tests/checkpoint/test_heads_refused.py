@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,10 +18,9 @@ from peagle_jax.checkpoint import (
     target_config,
 )
 from peagle_jax.method.draft_head import DraftHead
-from tests.checkpoint.test_head_layouts import parts, write_head
 from tests.golden import layouts
+from tests.golden.folders import GOLDEN, parts, written
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 HEADS = ("peagle-1", "peagle-4", "peagle-pruned", "peagle-norms", "peagle-qwen3")
 HEADS += ("eagle3", "eagle31")
 BLOCKS = ("dflash", "dflash2", "dspark")
@@ -69,7 +67,7 @@ def test_saving_a_head_and_loading_it_gives_it_back(name, tmp_path):
 @pytest.mark.parametrize("name", layouts.BLOCK_LAYOUTS)
 def test_a_block_drafter_in_another_layout_is_the_same_head(name, tmp_path, caplog):
     layout = layouts.BLOCK_LAYOUTS[name]
-    folder = write_head(tmp_path, *layout.convert(*parts(layout.source)))
+    folder = written(tmp_path, *layout.convert(*parts(layout.source)))
     found = load_head(folder, target(), dtype="float32")
     check_equal(found, load_head(GOLDEN / layout.source, target(), dtype="float32"))
     assert found.config.taps == (2, 4, 5)
@@ -102,7 +100,7 @@ def test_a_block_drafter_is_written_as_speculators_writes_it(name, tmp_path):
 )
 def test_block_drafters_that_cannot_run_are_refused(name, changes, message, tmp_path):
     config, tensors = parts(name)
-    write_head(tmp_path, config | changes, tensors)
+    written(tmp_path, config | changes, tensors)
     with pytest.raises(CheckpointError, match=message):
         load_head(tmp_path, target(), dtype="float32")
 
@@ -111,12 +109,12 @@ def test_an_eagle3_head_shares_what_it_does_not_own(tmp_path):
     """SafeAILab's heads hold no embedding; one with a full vocabulary may lack lm_head too."""
     config, tensors = parts("eagle3")
     del tensors["embed_tokens.weight"]
-    head = load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")
+    head = load_head(written(tmp_path, config, tensors), target(), dtype="float32")
     assert head.embed is None
     assert head.lm_head is not None
     for name in ("lm_head.weight", "d2t", "t2d"):
         del tensors[name]
-    write_head(tmp_path, config | {"draft_vocab_size": 256}, tensors)
+    written(tmp_path, config | {"draft_vocab_size": 256}, tensors)
     head = load_head(tmp_path, target(), dtype="float32")
     assert head.lm_head is None
     model = load_target(GOLDEN / "qwen3", dtype="float32")
@@ -132,7 +130,7 @@ def test_an_unstated_residual_norm_is_none_in_every_layout(name, form, tmp_path)
     """speculators' default is false for both methods; so is that of the flat layouts' models."""
     config, tensors = parts(name)
     config = {key: value for key, value in form(config).items() if key != "norm_before_residual"}
-    head = load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")
+    head = load_head(written(tmp_path, config, tensors), target(), dtype="float32")
     assert head.config.norm_before_residual is False
 
 
@@ -140,14 +138,14 @@ def test_an_unstated_residual_norm_is_none_in_every_layout(name, form, tmp_path)
 def test_a_nested_head_without_a_class_is_known_by_its_tensors(name, tmp_path):
     config, tensors = parts(name)
     config["transformer_layer_config"].pop("model_type")
-    head = load_head(write_head(tmp_path, config, tensors), target(), dtype="float32")
+    head = load_head(written(tmp_path, config, tensors), target(), dtype="float32")
     assert head.config == load_head(GOLDEN / name, target(), dtype="float32").config
 
 
 def test_keys_of_a_head_that_change_nothing_are_named_once(tmp_path, caplog):
     config, tensors = layer_with(zebra=1)(*parts("peagle-1"))
     of_blocks = dict(input_embedding_scale=2.0, markov_rank=8, output_multiplier=3.0)
-    folder = write_head(tmp_path, config | {"apple": 2} | of_blocks, tensors)
+    folder = written(tmp_path, config | {"apple": 2} | of_blocks, tensors)
     load_head(folder, target(), dtype="float32")
     keys = ["apple", *of_blocks, "transformer_layer_config.zebra"]
     line = f"keys of config.json that change nothing: {', '.join(keys)}"
@@ -167,6 +165,10 @@ def layer_with(**changes):
         config | {"transformer_layer_config": config["transformer_layer_config"] | changes},
         tensors,
     )
+
+
+def flat_with(**changes):
+    return lambda config, tensors: (layouts.flat_llama(config, **changes), tensors)
 
 
 def without(name: str):
@@ -275,12 +277,40 @@ REFUSED = [
         layer_with(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)),
         "'longrope'",
     ),
+    (
+        "eagle3",
+        flat_with(eagle_config={"use_aux_hidden_state": False}),
+        "use_aux_hidden_state false",
+    ),
+    ("eagle3", flat_with(target_hidden_size="64"), "target_hidden_size"),
+    ("eagle3", flat_with(architectures="Llama"), "must be a list"),
+    ("eagle3", flat_with(eagle_aux_hidden_state_layer_ids=["low"]), "must be a token id or a list"),
+    ("eagle3", flat_with(layer_types=["sliding_attention"]), "states no sliding_window"),
+    (
+        "eagle3",
+        flat_with(layer_types=["sliding_attention"] * 2, sliding_window=8),
+        "for each of 1 layers",
+    ),
+    ("eagle3", flat_with(num_key_value_heads=3), "must be a multiple"),
+    (
+        "peagle-norms",
+        lambda c, t: (
+            c | {"fc_norm": True},
+            t | {f"fc_norm.{i}.weight": np.ones(64, np.float32) for i in range(3)},
+        ),
+        "exclude each other",
+    ),
+    (
+        "eagle3",
+        lambda c, t: (c, t | {"norm.weight": np.ones(64, np.uint8)}),
+        "norm.weight is uint8; only the matrices",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "change", "message"), REFUSED)
 def test_a_head_that_does_not_fit_is_refused(name, change, message, tmp_path):
-    folder = write_head(tmp_path / "head", *change(*parts(name)))
+    folder = written(tmp_path / "head", *change(*parts(name)))
     with pytest.raises(CheckpointError, match=message) as caught:
         load_head(folder, target(), dtype="float32")
     assert str(folder) in str(caught.value)

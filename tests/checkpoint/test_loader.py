@@ -1,7 +1,6 @@
 """What a loaded model holds: weights quantised on request, files written back."""
 
 import json
-import shutil
 import tracemalloc
 from pathlib import Path
 
@@ -13,12 +12,11 @@ from flax import nnx
 
 from pallas_kernels import formats
 from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_target, save_target
-from peagle_jax.checkpoint.safetensors import write
 from peagle_jax.checkpoint.tables import target_layout
 from peagle_jax.config import ConfigError
 from tests import tiny
+from tests.golden.folders import GOLDEN, config, tensors, written
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 QUANTIZED = ("gpt_oss-mxfp4", "qwen3_moe-fp8", "qwen3-fp8-channel", "llama-fp8-tensor")
 PLAIN = ("llama", "qwen3", "gpt_oss-bf16", "qwen3_moe-bf16", "gemma4")
 
@@ -126,14 +124,10 @@ def test_a_weight_without_an_fp8_form_is_refused_by_its_name(tmp_path):
         load_target(tmp_path, dtype="float32", quantization="fp8")
 
 
-def copy_of(name: str, folder: Path, **tensors) -> Path:
-    """A golden folder with other tensors; None takes one away."""
-    shutil.copy(GOLDEN / name / "config.json", folder)
-    checkpoint = Checkpoint(GOLDEN / name)
-    all_ = {n: checkpoint.read(n) for n in checkpoint.names()}
-    all_ |= {n.replace("__", "."): x for n, x in tensors.items()}
-    write(folder / "model.safetensors", {n: x for n, x in all_.items() if x is not None})
-    return folder
+def copy_of(name: str, folder: Path, **changed) -> Path:
+    """A golden folder with other tensors."""
+    changed = {n.replace("__", "."): x for n, x in changed.items()}
+    return written(folder, config(name), tensors(name) | changed)
 
 
 BIAS = dict(model__layers__1__self_attn__q_proj__bias=np.zeros(64, np.float32))
@@ -151,10 +145,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_targets_that_would_not_compute_what_they_should_are_refused(case, tmp_path):
-    config, tensors, message = REFUSED[case]
-    copy_of("llama", tmp_path, **tensors)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | config))
+    changes, changed, message = REFUSED[case]
+    copy_of("llama", tmp_path, **changed)
+    (tmp_path / "config.json").write_text(json.dumps(config("llama") | changes))
     with pytest.raises(CheckpointError, match=message) as caught:
         load_target(tmp_path, dtype="float32")
     assert str(tmp_path) in str(caught.value)

@@ -10,8 +10,8 @@ from peagle_jax.checkpoint import CheckpointError, load_head, load_target
 from peagle_jax.checkpoint.target_json import target_config
 from peagle_jax.config import ConfigError
 from peagle_jax.text.tokenizer import Tokenizer
-from tests.checkpoint.test_loader import GOLDEN
-from tests.checkpoint.test_quantized_files import CHANNEL, assert_same, config, tensors, written
+from tests.checkpoint.test_quantized_files import CHANNEL, assert_same
+from tests.golden.folders import GOLDEN, config, tensors, written
 
 
 @pytest.mark.parametrize("name", ["qwen2", CHANNEL])

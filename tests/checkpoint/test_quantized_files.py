@@ -1,40 +1,19 @@
 """Quantised files that look alike: loaded with the file's values, or refused by name."""
 
 import copy
-import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_head, load_target
-from peagle_jax.checkpoint.safetensors import INDEX, write
+from peagle_jax.checkpoint import CheckpointError, load_head, load_target
 from peagle_jax.checkpoint.target_json import target_config
-from tests.checkpoint.test_loader import GOLDEN, leaves
+from tests.checkpoint.test_loader import leaves
+from tests.golden.folders import GOLDEN, config, tensors, written
 
 CHANNEL, BLOCKS = "qwen3-fp8-channel", "qwen3_moe-fp8"
 SCALE = "model.layers.1.self_attn.k_proj.weight_scale"
-
-
-def config(name: str) -> dict:
-    return json.loads((GOLDEN / name / "config.json").read_text())
-
-
-def tensors(name: str) -> dict[str, np.ndarray]:
-    checkpoint = Checkpoint(GOLDEN / name)
-    return {n: checkpoint.read(n) for n in checkpoint.names()}
-
-
-def written(folder: Path, raw: dict, *files: dict[str, np.ndarray]) -> Path:
-    (folder / "config.json").write_text(json.dumps(raw))
-    names = ["model.safetensors"] if len(files) == 1 else [f"{i}.safetensors" for i in range(9)]
-    for name, held in zip(names, files, strict=False):
-        write(folder / name, held)
-    if len(files) > 1:
-        places = {n: name for name, held in zip(names, files, strict=False) for n in held}
-        (folder / INDEX).write_text(json.dumps({"weight_map": places}))
-    return folder
 
 
 def assert_same(folder: Path, name: str) -> None:

@@ -1,5 +1,6 @@
 """The reader and writer of safetensors against the `safetensors` library, and what they refuse."""
 
+import contextlib
 import json
 import random
 
@@ -7,6 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from peagle_jax.checkpoint.safetensors import (
@@ -161,6 +164,53 @@ def test_files_with_random_damage_are_refused_or_read_and_nothing_else(tmp_path,
         assert ours == theirs, bytes(content[:end])
         verdicts.append(ours is None)
     assert count / 8 < sum(verdicts) < count, "no damage was harmless, or all was"
+
+
+numbers = st.one_of(
+    st.integers(-3, 40),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.booleans(),
+    st.none(),
+    st.text(),
+)
+entries = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "dtype": st.one_of(st.sampled_from([*DTYPES, "F4", "f32"]), numbers),
+            "shape": st.one_of(st.lists(numbers, max_size=4), numbers),
+            "data_offsets": st.one_of(st.lists(numbers, max_size=3), numbers),
+        }
+    ),
+    st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets"]), numbers),
+    numbers,
+)
+headers = st.dictionaries(
+    st.one_of(st.text(max_size=5), st.just("__metadata__")), entries, max_size=4
+)
+
+
+def test_any_header_is_refused_or_read(num_cases, tmp_path):
+    """At times its length is wrong, or bytes are missing at the end."""
+    path = tmp_path / "model.safetensors"
+
+    @settings(
+        deadline=None, derandomize=True, max_examples=num_cases("damaged safetensors files", 1500)
+    )
+    @given(
+        header=headers, data=st.binary(max_size=80), cut=st.integers(0, 12), grow=st.integers(-9, 9)
+    )
+    def check(header, data, cut, grow):
+        text = json.dumps(header).encode()
+        length = max(0, len(text) + (grow if cut == 1 else 0))
+        content = length.to_bytes(8, "little") + text + data
+        path.write_bytes(content[: len(content) - (cut if cut > 8 else 0)])
+        with contextlib.suppress(CheckpointError):
+            table = read_header(path)
+            checkpoint = Checkpoint(tmp_path)
+            assert all(checkpoint.read(name).shape == one.shape for name, one in table.items())
+
+    check()
 
 
 def shard(folder, name: str, **tensors) -> None:

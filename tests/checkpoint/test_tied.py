@@ -5,7 +5,6 @@ both used.
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import ml_dtypes
@@ -16,26 +15,21 @@ from safetensors.numpy import load_file
 from convert.__main__ import main
 from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_target, save_target
 from peagle_jax.checkpoint.safetensors import write
+from tests.golden.folders import GOLDEN, parts, written
 from tests.tiny import logits
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 UNTIED = ("llama", "gpt_oss-bf16", "gpt_oss-mxfp4", "qwen3_moe-bf16", "qwen3-fp8-channel")
 TIED = ("qwen3", "gemma4", "llama-fp8-tensor", "qwen3_moe-fp8")
 
 
 def copy_of(name: str, folder: Path, *, tied: bool, change=lambda tensors: None) -> Path:
     """A golden folder whose config ties the two weights, and whose tensors are changed."""
-    shutil.copytree(GOLDEN / name, folder)
-    raw = json.loads((folder / "config.json").read_text())
+    raw, held = parts(name)
     for part in (raw, raw.get("text_config", {})):
         if "tie_word_embeddings" in part:
             part["tie_word_embeddings"] = tied
-    (folder / "config.json").write_text(json.dumps(raw))
-    checkpoint = Checkpoint(folder)
-    tensors = {n: np.array(checkpoint.read(n)) for n in checkpoint.names()}
-    change(tensors)
-    write(folder / "model.safetensors", tensors)
-    return folder
+    change(held)
+    return written(folder, raw, held)
 
 
 def embedding(tensors: dict[str, np.ndarray]) -> np.ndarray:

@@ -71,6 +71,20 @@ def test_joined_scales_mean_what_their_parts_meant(num_cases):
     check()
 
 
+def test_stacked_scales_of_experts_mean_what_each_meant(num_cases):
+    @settings(EXAMPLES, max_examples=num_cases("tensors converted there and back", 60))
+    @given(scales(matrices=1), st.sampled_from([(), (2,)]))
+    def check(drawn, group):
+        (rows,), columns, (part,) = drawn
+        experts = [np.asarray(part * factor) for factor in np.float32([1, 2, 3, 4])]
+        joined = check_round_trip(StackScales(group, rows, columns), experts)
+        for one, scale in zip(joined.reshape(4, *joined.shape[-2:]), experts, strict=True):
+            each = formats.dequantize(np.ones((rows, columns), FP8), one, np.float32)
+            np.testing.assert_array_equal(each, spread(scale, rows, columns))
+
+    check()
+
+
 def test_scales_of_whole_blocks_stay_blocks_and_others_get_a_row_each():
     assert Scales((4096, 512, 512), 2048).shape([(32, 16), (4, 16), (4, 16)]) == (40, 16)
     assert Scales((256, 100), 300).shape([(2, 3), (1, 3)]) == (3, 3)

@@ -32,7 +32,7 @@ def test_an_exit_waits_for_the_calls_in_flight():
 
 
 COMMANDS = {
-    "peagle-generate": "-m peagle_jax --max-tokens 64 --ignore-eos x",
+    "peagle-generate": "-m peagle_jax --model {target} --method none --no-cache --max-tokens 64 x",
     "peagle-convert": "-m convert plan {target}",
     "peagle-train": "-m peagle_jax.training plan --preset qwen3-0.6b",
     "python -m lab": "-m lab matrix",  # and peagle-bench

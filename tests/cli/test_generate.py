@@ -163,9 +163,11 @@ def test_limit_takes_the_first_prompts(generate, folders, tmp_path):
 
 @pytest.mark.slow
 def test_compare_shows_three_methods_and_finds_no_difference(generate, folders, tmp_path):
-    file = write_rows(tmp_path / "rows.jsonl", {"prompt": "def f(x):"}, {"prompt": "return"})
+    """Of the prompts that can run."""
+    prompts = "def f(x):", "def f(x): " * 200, "return"
+    file = write_rows(tmp_path / "rows.jsonl", *({"prompt": text} for text in prompts))
     heads = [f"--drafter={folders.eagle3}", f"--drafter={folders.peagle}"]
-    code, out, _ = generate(
+    code, out, err = generate(
         "--compare",
         PROMPT,
         file,
@@ -175,7 +177,8 @@ def test_compare_shows_three_methods_and_finds_no_difference(generate, folders, 
         *COMPARED,
         "--no-cache",
     )
-    assert code == 0
+    assert code == 3
+    assert f"left out: {file}:2: prompt: " in err
     assert [line.split()[0] for line in out.splitlines()[2:5]] == ["plain", "EAGLE-3", "P-EAGLE"]
     assert "3 outputs are those of plain decoding (float32)" in out
 

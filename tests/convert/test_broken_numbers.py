@@ -1,27 +1,25 @@
 """Scales without a value are refused; NaN and infinity are counted and named."""
 
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from peagle_jax.checkpoint import Checkpoint, CheckpointError, load_target
-from peagle_jax.checkpoint.safetensors import DTYPES, write
+from peagle_jax.checkpoint import CheckpointError, load_target
+from peagle_jax.checkpoint.safetensors import DTYPES
 from peagle_jax.checkpoint.values import NotFinite, check_scale, not_finite
 from tests.convert.conftest import GOLDEN
 from tests.convert.test_refused import refused
+from tests.golden.folders import parts, written
 
 
-def edited(name: str, folder: Path, tensor: str, values) -> Path:
-    """A golden folder whose last numbers of a tensor are others."""
-    shutil.copytree(GOLDEN / name, folder)
-    checkpoint = Checkpoint(folder)
-    tensors = {n: np.array(checkpoint.read(n)) for n in checkpoint.names()}
-    flat = tensors[tensor].reshape(-1)
-    flat[len(flat) - len(values) :] = np.array(values, np.float64).astype(flat.dtype)
-    write(folder / "model.safetensors", tensors)
-    return folder
+def edited(name: str, folder: Path, **changes) -> Path:
+    """A golden folder; the last numbers of some tensors are others."""
+    raw, held = parts(name)
+    for tensor, values in changes.items():
+        flat = held[tensor].reshape(-1)
+        flat[len(flat) - len(values) :] = np.array(values, np.float64).astype(flat.dtype)
+    return written(folder, raw, held)
 
 
 LAYER = "model.layers.1."
@@ -41,7 +39,7 @@ BROKEN = {"NaN": np.nan, "infinite": np.inf, "negative": -0.5, "zero": 0.0, "min
     + [("gpt_oss-mxfp4", 255)],
 )
 def test_a_scale_without_a_value_is_refused_wherever_it_is_read(name, value, cli, tmp_path):
-    folder = edited(name, tmp_path / "src", SCALES[name], [value])
+    folder = edited(name, tmp_path / "src", **{SCALES[name]: [value]})
     refused(cli("plan", folder), SCALES[name], "1 of ")
     refused(cli("convert", folder, tmp_path / "dst"), SCALES[name])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["src"]
@@ -93,13 +91,9 @@ LINE = (
 
 @pytest.fixture
 def spoilt(tmp_path) -> Path:
-    values = [np.nan, -np.inf, np.nan]
-    first = edited("llama", tmp_path / "first", LAYER + "self_attn.k_proj.weight", values)
-    checkpoint = Checkpoint(first)
-    tensors = {n: np.array(checkpoint.read(n)) for n in checkpoint.names()}
-    tensors[LAYER + "mlp.up_proj.weight"][0, 0] = np.inf
-    write(first / "model.safetensors", tensors)
-    return first
+    values = {"self_attn.k_proj": [np.nan, -np.inf, np.nan], "mlp.up_proj": [np.inf]}
+    broken = {f"{LAYER}{name}.weight": some for name, some in values.items()}
+    return edited("llama", tmp_path / "first", **broken)
 
 
 def test_weights_that_are_not_finite_are_named_by_every_command(spoilt, cli, tmp_path):

@@ -221,7 +221,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line_or_read_alike(chunk, num_ca
         assert 0.05 < intact.count(True) / number < 0.95, "damage is always harmless, or never"
 
 
-@pytest.mark.sampled(2, slow=4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SEEDS)
 def test_an_undamaged_checkpoint_passes(name, tmp_path):
     files = seed(name).files()

@@ -6,17 +6,16 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from convert.output import new_folder
 from convert.plan import make_plan
 from convert.source import open_source
 from convert.writer import convert
-from peagle_jax.checkpoint import Checkpoint, CheckpointError
-from peagle_jax.checkpoint.safetensors import write
+from peagle_jax.checkpoint import CheckpointError
 from peagle_jax.cli.model_folders import embedded
 from tests.convert.conftest import GOLDEN
+from tests.golden.folders import parts, written
 
 
 def refused(result: tuple[int, str, str], *parts: str) -> None:
@@ -77,11 +76,9 @@ def test_a_broken_checkpoint_is_refused_before_anything_is_written(
 
 
 def test_what_is_left_over_or_missing_is_listed_and_nothing_is_written(cli, tmp_path):
-    shutil.copytree(GOLDEN / "llama", tmp_path / "src")
-    checkpoint = Checkpoint(tmp_path / "src")
-    tensors = {name: np.array(checkpoint.read(name)) for name in checkpoint.names()}
-    tensors["model.layers.0.surprise"] = tensors.pop("model.norm.weight")
-    write(tmp_path / "src" / "model.safetensors", tensors)
+    raw, held = parts("llama")
+    held["model.layers.0.surprise"] = held.pop("model.norm.weight")
+    written(tmp_path / "src", raw, held)
     for command in (["plan", tmp_path / "src"], ["convert", tmp_path / "src", tmp_path / "dst"]):
         code, _, err = cli(*command)
         assert code == 1

@@ -6,8 +6,6 @@ import jax
 import jax.monitoring
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.host.request import Request, Round
@@ -15,6 +13,7 @@ from peagle_jax.engine.host.scheduler import QueueFull
 from peagle_jax.text.tokenizer import Tokenizer
 from tests import programs, tiny
 from tests.programs import one_bucket
+from tests.vocabularies import letter_tokenizer
 
 J, MAX_TOKENS, VOCAB = 3, 20, tiny.TARGET.vocab_size
 EOS_IDS = tuple(range(112, VOCAB))  # an eighth of the vocabulary: texts do end in a random model
@@ -36,28 +35,23 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    """Byte-level BPE of 128 tokens: printable ASCII and 33 pairs of letters."""
-    letters = [chr(c) for c in range(33, 127)] + ["Ġ"]
-    pairs = [(a, b) for a in "abcdef" for b in "ghijkl"][: VOCAB - len(letters)]
-    tokens = [*letters, *(a + b for a, b in pairs)]
-    backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    folder = tmp_path_factory.mktemp("tokenizer")
-    backend.save(str(folder / "tokenizer.json"))
-    return Tokenizer(folder)
+    return letter_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def small_head(**changes):
+    return tiny.head(**tiny.HEAD_OF_ONE_LAYER, **changes)
 
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny.target(eos_ids=EOS_IDS)
+    return tiny.target(eos_ids=EOS_IDS, **tiny.ONE_LAYER)
 
 
 @pytest.fixture(scope="module")
 def shared(target, tokenizer) -> Engine:
     """One speculating engine for most tests: its programs compile once."""
     with programs.shared(controls=False):
-        return one_bucket(Engine(target, tiny.head(), EngineConfig(**SIZES), tokenizer=tokenizer))
+        return one_bucket(Engine(target, small_head(), EngineConfig(**SIZES), tokenizer=tokenizer))
 
 
 @pytest.fixture
@@ -348,7 +342,7 @@ def mixed_workload(engine: Engine) -> None:
 @pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("kind", ["peagle", "none"])
 def test_nothing_compiles_after_warm_up(kind, target, tokenizer):
-    head = None if kind == "none" else tiny.head()
+    head = None if kind == "none" else small_head()
     config = EngineConfig(**(SIZES | dict(max_num_seqs=2, num_pages=20)))
     engine = Engine(target, head, config, tokenizer=tokenizer)
     progress = []
@@ -362,17 +356,17 @@ def test_nothing_compiles_after_warm_up(kind, target, tokenizer):
 
 
 def test_the_engine_keeps_to_what_target_and_head_were_made_for(caplog):
-    target = tiny.target(max_position=40)
-    engine = Engine(target, tiny.head(trained_num_draft=2), EngineConfig(**SIZES))
+    target = tiny.target(max_position=40, **tiny.ONE_LAYER)
+    engine = Engine(target, small_head(trained_num_draft=2), EngineConfig(**SIZES))
     assert engine.config.max_model_len == 40
     assert "above the 2 this head was trained for" in caplog.text
     caplog.clear()
-    Engine(target, tiny.head(trained_num_draft=3), EngineConfig(**SIZES))
+    Engine(target, small_head(trained_num_draft=3), EngineConfig(**SIZES))
     assert not caplog.text
 
 
 def test_the_first_request_beyond_the_texts_of_a_heads_training_is_named_once(caplog, target):
-    engine = Engine(target, tiny.head(trained_length=20), EngineConfig(**SIZES))
+    engine = Engine(target, small_head(trained_length=20), EngineConfig(**SIZES))
     for max_tokens, num_draft in ((16, None), (17, 0)):
         params = SamplingParams(max_tokens=max_tokens, num_speculative_tokens=num_draft)
         engine.add_request([1, 2, 3, 4], params)

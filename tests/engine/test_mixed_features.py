@@ -17,9 +17,9 @@ from peagle_jax.method.drafter import Proposal
 from peagle_jax.method.sampling import draft_keys, sample_rows
 from peagle_jax.structured import Structured
 from tests import tiny
-from tests.json_vocabulary import END, json_tokenizer
 from tests.programs import OneBucketConfig
 from tests.test_losslessness import OracleDrafter
+from tests.vocabularies import END, json_tokenizer
 
 J, MAX_TOKENS = 4, 24
 SIZES = dict(

@@ -13,8 +13,8 @@ from peagle_jax.engine.host.request import Request
 from peagle_jax.structured import Structured
 from peagle_jax.text.tokenizer import Tokenizer
 from tests import tiny
-from tests.json_vocabulary import BEGIN_THINK, END, END_THINK, json_tokenizer
 from tests.programs import one_bucket
+from tests.vocabularies import BEGIN_THINK, END, END_THINK, json_tokenizer
 
 SIZES = dict(
     num_draft=7,

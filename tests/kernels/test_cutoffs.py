@@ -9,6 +9,7 @@ from pallas_kernels.cutoffs.api import cutoffs, has_kernel
 from pallas_kernels.cutoffs.mosaic_gpu import _CutoffPlan
 from peagle_jax.method import sampling
 from peagle_jax.parallel import partition
+from tests import test_sampling_filters
 
 INF = np.inf
 RULES = [  # scale, top_k, top_p
@@ -29,19 +30,9 @@ RULES = [  # scale, top_k, top_p
 
 
 def random_rows(kind: str, width: int, count: int) -> np.ndarray:
-    rng = np.random.default_rng(width)
-    rows = rng.normal(0, 3, (count, width)).astype(np.float32)
-    if kind == "ties":
-        return np.round(rows)
-    if kind == "masked":  # more and more tokens, at last all but one
-        for i, row in enumerate(rows):
-            row[rng.permutation(width)[: round((width - 1) * i / (count - 1))]] = -INF
+    rows = test_sampling_filters.random_rows(kind, count, seed=width, width=width)
     if kind == "one thread":  # has the largest logits, so that the few do not suffice
         rows[:, 77::128] += 100
-    if kind == "alike":
-        rows = 1 + rows * 1e-6
-    if kind == "far apart":
-        rows *= 1e30
     if kind == "sorted":
         rows = np.sort(rows)
     return rows

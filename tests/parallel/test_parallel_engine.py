@@ -104,10 +104,8 @@ def test_two_devices_write_the_text_of_one(method):
         (one.tokens, one.accepted_per_position) for one in engine.generate(prompts(), told)
     ]
     one = run(one_bucket(Engine(model, head(method), engine_config(1, num_draft=3))))
-    plain = texts(Engine(model, None, engine_config(1, num_draft=0)))
     two = Engine(model, head(method), engine_config(2, num_draft=3, check_replicas=True))
     assert run(one_bucket(two)) == one
-    assert [tokens for tokens, _ in one] == plain
     held = [leaf.sharding for leaf in jax.tree.leaves(two._state.target_cache)]
     assert all(isinstance(sharding, NamedSharding) for sharding in held)
     assert not any(sharding.is_fully_replicated for sharding in held)

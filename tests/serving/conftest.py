@@ -2,16 +2,14 @@
 
 import anthropic
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from peagle_jax import Engine, EngineConfig
 from peagle_jax.text.tokenizer import Tokenizer
 from tests import programs, tiny
-from tests.json_vocabulary import END, json_tokenizer
 from tests.serving.live import LiveServer
 from tests.serving.scripted import TEMPLATE, Scripted, make_tokenizer
 from tests.serving.scripted import make_engine as make_scripted_engine
+from tests.vocabularies import END, json_tokenizer, letter_tokenizer
 from tests.waiting import LIMIT
 
 EOS_IDS = (126, 127)
@@ -27,18 +25,7 @@ def shared_programs():
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    """Byte-level BPE of 128 tokens: printable ASCII and pairs of letters; chats are lines."""
-    letters = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ"]
-    pairs = [(a, b) for a in "abcdef" for b in "ghijkl"][: tiny.TARGET.vocab_size - len(letters)]
-    tokens = [*letters, *(a + b for a, b in pairs)]
-    backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    folder = tmp_path_factory.mktemp("tokenizer")
-    backend.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\\n{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(f'{{"chat_template": "{template}"}}')
-    return Tokenizer(folder)
+    return letter_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")

@@ -1,17 +1,16 @@
 """Servers whose model emits given replies, so that tests know what a reply contains."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
+from tokenizers import pre_tokenizers
 
 from peagle_jax import Engine
 from peagle_jax.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.programs import OneBucketConfig
 from tests.serving.live import LiveServer
+from tests.vocabularies import byte_level
 
 END = "<|im_end|>"
 VOCAB = 272
@@ -41,16 +40,8 @@ def make_tokenizer(
 ) -> Tokenizer:
     """All bytes, special tokens with `END` first, and added tokens that are text."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE({token: i for i, token in enumerate(letters)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(one, special=True) for one in (END, *special)])
-    backend.add_tokens([AddedToken(one, special=False) for one in tokens])
-    folder.mkdir(parents=True, exist_ok=True)
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {"chat_template": template, **settings}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return Tokenizer(folder)
+    settings = dict(special=(END, *special), added=tokens, chat_template=template) | settings
+    return byte_level(folder, letters, **settings)
 
 
 class Script:

@@ -303,8 +303,6 @@ def test_anthropics_stream_begins_with_the_prompts_tokens_and_answers_have_its_h
 
 
 HOSTED = {"type": "file_search", "vector_store_ids": []}
-SPAWN = {"type": "function", "name": "spawn", "parameters": PARAMETERS, "strict": False}
-NAMESPACE = {"type": "namespace", "name": "agents", "description": "d", "tools": [SPAWN]}
 
 
 def test_hosted_tools_are_left_out_unless_the_choice_names_one(scripted, post, caplog):
@@ -318,22 +316,6 @@ def test_hosted_tools_are_left_out_unless_the_choice_names_one(scripted, post, c
     for choice in ({"type": "file_search"}, "required"):
         answer = post("/v1/responses", input="x", tools=[HOSTED], tool_choice=choice)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
-
-
-def test_functions_of_a_namespace_are_called_by_namespace_and_name(scripted, client):
-    call = CALL.replace('"read"', '"agents__spawn"')
-    scripted.say(call, "Done.")
-    with client.responses.stream(model="tiny", input="x", tools=[NAMESPACE]) as stream:
-        events = list(stream)
-    (item,) = events[-1].response.output
-    assert (item.type, item.namespace, item.name) == ("function_call", "agents", "spawn")
-    assert [one["name"] for one in tools_of(scripted.prompts[0])] == ["agents__spawn"]
-    result = {"type": "function_call_output", "call_id": item.call_id, "output": "1"}
-    talk = [USER, item.to_dict(), result]
-    assert (
-        client.responses.create(model="tiny", input=talk, tools=[NAMESPACE]).output_text == "Done."
-    )
-    assert "<tool_call>é.py</tool_call><|tool|>1" in scripted.prompts[1]
 
 
 def test_only_allowed_tools_are_in_the_prompt(scripted, post):

@@ -10,11 +10,9 @@ from collections import Counter
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from peagle_jax import SamplingParams
 from serving.errors import Code
 from serving.protos import peagle_v1_pb2 as pb
 from serving.protos import peagle_v1_pb2_grpc
@@ -110,53 +108,6 @@ def test_a_client_that_stops_reading_delays_no_other(make_engine):
     assert {len(one.alternatives) for one in logprobs} == {64}
     # The unread output arrives as one delta.
     assert max(len(delta.token_ids) for delta in deltas) > 100
-
-
-NUM_TOKENS = 20
-
-
-def requests_of_every_kind(*, count: int, temperature: float) -> list[tuple[list[int], dict]]:
-    """Prompts and sampling parameters, each with a seed of its own."""
-    rng = np.random.default_rng(11)
-    made = []
-    for seed in range(count):
-        prompt = rng.integers(2, 120, rng.integers(1, 40)).tolist()
-        params = dict(temperature=temperature, seed=100 + seed)
-        if temperature:
-            params |= dict(top_k=int(rng.choice([0, 20])), top_p=float(rng.choice([0.7, 1.0])))
-        made.append((prompt, params))
-    return made
-
-
-def tokens_together(server: LiveServer, wanted: list[tuple[list[int], dict]]) -> list[list[int]]:
-    """The server's answers to all of them at the same time."""
-    stopping = pb.Stopping(max_tokens=NUM_TOKENS, ignore_eos=True)
-    with server.peagle() as stub:
-
-        def ask(prompt: list[int], params: dict):
-            sampling, tokens = pb.Sampling(**params), pb.TokenIds(ids=prompt)
-            request = pb.GenerateRequest(tokens=tokens, sampling=sampling, stopping=stopping)
-            return stub.GenerateOnce.future(request)
-
-        calls = [ask(*one) for one in wanted]
-        return [list(call.result().sequences[0].token_ids) for call in calls]
-
-
-def tokens_alone(engine, wanted: list[tuple[list[int], dict]]) -> list[list[int]]:
-    """An engine's answers to each of them, one after the other."""
-    found = []
-    for prompt, params in wanted:
-        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **params)
-        found.append(engine.generate([prompt], params)[0].tokens)
-    return found
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_output_does_not_depend_on_concurrent_requests(server, alone, temperature):
-    """Greedy, or sampled with seeds; some wait for one of the four slots."""
-    wanted = requests_of_every_kind(count=6, temperature=temperature)
-    assert tokens_together(server, wanted) == tokens_alone(alone, wanted)
 
 
 def test_health_goes_down_with_the_engine(make_engine):

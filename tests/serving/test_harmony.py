@@ -1,8 +1,6 @@
 """Replies in harmony's channels: by tokens, and through a live server."""
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
 
 from peagle_jax.text.tokenizer import Tokenizer
 from serving.harmony import HarmonyIds, HarmonyParser
@@ -10,7 +8,7 @@ from serving.replies.arguments import Tools
 from serving.replies.parser import Replies, Reply
 from serving.replies.parts import ReplyPart, ToolCall
 from tests.serving.live import LiveServer
-from tests.serving.scripted import Script, make_engine
+from tests.serving.scripted import Script, make_engine, make_tokenizer
 
 SPECIAL = ("start", "channel", "message", "end", "return", "call", "constrain")
 ANALYSIS = "<|channel|>analysis<|message|>They greet é.<|end|>"
@@ -22,22 +20,12 @@ TOOL = (
 
 @pytest.fixture(scope="session")
 def harmony(tmp_path_factory) -> Tokenizer:
-    """Bytes, a few words and harmony's special tokens: 256 + 3 + 7 of them."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {"fi": ("f", "i"), "al": ("a", "l"), "an": ("a", "n")}
-    vocab = {token: i for i, token in enumerate([*letters, *words])}
-    backend = Backend(models.BPE(vocab, list(words.values())))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(f"<|{name}|>", special=True) for name in SPECIAL])
-    folder = tmp_path_factory.mktemp("harmony")
-    backend.save(str(folder / "tokenizer.json"))
     template = (
         "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+        "<|start|>assistant"
     )
-    template += "<|start|>assistant"
-    (folder / "tokenizer_config.json").write_text(f'{{"chat_template": "{template}"}}')
-    return Tokenizer(folder)
+    special = [f"<|{name}|>" for name in SPECIAL]
+    return make_tokenizer(tmp_path_factory.mktemp("harmony"), template, special=special)
 
 
 def parsed(tokenizer: Tokenizer, text: str, *, size: int = 1, stops=(), tools=None) -> ReplyPart:

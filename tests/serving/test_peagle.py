@@ -153,17 +153,6 @@ def test_every_call_is_reported_once(server, stub):
     assert after["INVALID_ARGUMENT"] == before.get("INVALID_ARGUMENT", 0) + 3
 
 
-def test_cancelling_frees_everything(server, stub, pace):
-    start = lambda: stub.Generate(pb.GenerateRequest(text="a", stopping=LONG))
-    calls = [start()]
-    pace.release(2)
-    next(calls[0])
-    calls += [start() for _ in range(11)]
-    for call in calls:
-        call.cancel()
-    server.check_freed(pace)
-
-
 @pytest.mark.parametrize(("seconds", "code"), [(0.04, "DEADLINE_EXCEEDED"), (60, "CANCELLED")])
 def test_a_client_that_leaves_at_its_deadline_is_counted_so(server, seconds, code):
     """Its call is often cancelled before the deadline passes by the clock of the server."""
@@ -184,15 +173,6 @@ def test_low_priorities_are_refused(server, stub):
     with pytest.raises(grpc.RpcError, match="--min-priority") as caught:
         stub.GenerateOnce(ask(priority=least - 1), timeout=LIMIT)
     assert violation(caught.value) == "priority"
-
-
-def test_deadlines_are_kept(server, stub, pace):
-    calls = [
-        stub.GenerateOnce.future(pb.GenerateRequest(text="a", stopping=LONG), timeout=timeout)
-        for timeout in (0.001, 0.01, 0.02, 0.03) * 3
-    ]
-    assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
-    server.check_freed(pace)
 
 
 def test_a_slot_is_not_left_empty_between_two_requests_of_a_client(server, stub):

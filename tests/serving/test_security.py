@@ -11,7 +11,6 @@ import subprocess
 from pathlib import Path
 
 import grpc
-import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -340,35 +339,6 @@ def test_a_token_opens_everything_but_health(make_engine, tmp_path):
         file.write_text("another-one\n")
         refusal(http.get("/metrics", headers=known), 401)
         assert http.get("/metrics", headers={"authorization": "bearer another-one"}).is_success
-
-
-def peer_certificate(address: str, ca: str) -> bytes:
-    host, _, port = address.partition(":")
-    context = ssl.create_default_context(cafile=ca)
-    with (
-        socket.create_connection((host, int(port)), timeout=LIMIT) as plain,
-        context.wrap_socket(plain, server_hostname=host) as secure,
-    ):
-        return secure.getpeercert(binary_form=True)
-
-
-def test_tls_certificates_rotate(make_engine, pki, tmp_path):
-    cert, key = tmp_path / "cert", tmp_path / "key"
-    cert.write_bytes(pki["server"].bytes()[0])
-    key.write_bytes(pki["server"].bytes()[1])
-    server = LiveServer(make_engine(), http=True, certificates=Certificates(str(cert), str(key)))
-    der = lambda pair: ssl.PEM_cert_to_DER_cert(pair.bytes()[0].decode())
-    trusted = ssl.create_default_context(cafile=pki["ca"].cert)
-    with httpx.Client(base_url=f"https://{server.http_address}", verify=trusted) as https:
-        answer = https.post("/v1/completions", json=LONG, timeout=LIMIT)
-        assert answer.json()["usage"]["completion_tokens"] == 90
-    assert peer_certificate(server.http_address, pki["ca"].cert) == der(pki["server"])
-    key.write_bytes(pki["second"].bytes()[1])
-    cert.write_bytes(pki["second"].bytes()[0])
-    assert peer_certificate(server.http_address, pki["ca"].cert) == der(pki["second"])
-    with pytest.raises(httpx.TransportError):
-        httpx.get(f"http://{server.http_address}/health")
-    server.close()
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])

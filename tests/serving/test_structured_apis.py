@@ -9,8 +9,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from serving.client import main as client_main
 from serving.protos import peagle_v1_pb2
-from tests.json_vocabulary import BEGIN_THINK, END_THINK
 from tests.serving.live import LiveServer
+from tests.vocabularies import BEGIN_THINK, END_THINK
 from tests.waiting import LIMIT
 
 PROPERTIES = {

@@ -49,7 +49,7 @@ def test_the_teacher_is_the_target_by_its_definition(name):
     np.testing.assert_allclose(run.normed, normed, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.sampled(1, slow=6)
+@pytest.mark.sampled(0, slow=7)
 @pytest.mark.parametrize("name", sorted(NAMES, key="llama".__ne__))  # the quickest to compile first
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_a_head_is_trained_written_loaded_and_lossless(name, method, tmp_path):
