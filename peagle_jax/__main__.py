@@ -19,7 +19,6 @@ from peagle_jax.cli.command_line import given, writes_output
 from peagle_jax.cli.model_folders import check_folders, local_folder, local_models
 from peagle_jax.cli.options import (
     SAMPLED,
-    ModelOptions,
     options_of_engine,
     parser,
     read_structured,
@@ -48,11 +47,6 @@ name where it is installed.
 _OPEN_IN_BATCH = 32
 INCOMPLETE = 3
 """Exit code of a run that skipped some prompts."""
-
-_PLAIN = (
-    "peagle-generate: no drafts, because on a CPU the embedded model is faster without; "
-    "--method peagle drafts"
-)
 
 
 def _read_prompts(args) -> list[Prompt]:
@@ -341,20 +335,6 @@ def _compare(args, prompts: list[Prompt], params: list[SamplingParams], config) 
     return INCOMPLETE if left_out or failed else 0
 
 
-def _is_faster_plain(args) -> bool:
-    """Whether the model is the embedded one on a CPU, where every row of a round takes time, and no
-    option asks for drafts."""
-    asked = (args.model, args.drafter, args.method, args.show_drafts, args.compare, args.adaptive)
-    of_drafts = ("num_speculative_tokens", "selector", "draft_sampling", "verify_method")
-    if any(asked) or any(
-        value != getattr(ModelOptions, name) for name, value in given(args, *of_drafts).items()
-    ):
-        return False
-    from pallas_kernels import dispatch
-
-    return dispatch.platform() == "cpu"
-
-
 def _batch(args) -> int:
     """Answers a file of requests, see `serving.http.batch`."""
     check_installed("serve", "peagle-generate --batch")
@@ -390,9 +370,6 @@ def _on_this_device(args, config: EngineConfig) -> EngineConfig:
     if not args.no_cache:
         folder = runs.keep_compiled_programs(os.environ.get("XDG_CACHE_HOME"))
         config = replace(config, programs_folder=folder)
-    if _is_faster_plain(args):
-        print(_PLAIN, file=sys.stderr)
-        args.method, config = "none", replace(config, num_draft=0)
     return config
 
 
