@@ -40,7 +40,9 @@ _SIZES = {
     "tiled": (*_COMMON_SIZES, (2, 256), (3, 64)),
     "unpacked": _COMMON_SIZES[:-1],
 }
-"""Sizes of a block on Hopper for more than 64 tokens, (warpgroups, tokens), by its operands."""
+"""Sizes of a block on Hopper for more than 64 tokens, (warpgroups, tokens), by its operands. With
+four warpgroups a thread has 128 registers: no room for unpacked weights, nor for the scales of 128
+rows of x."""
 _MOST_SUMS = {1: 384, 2: 384, 3: 256, 4: 128}
 """Most sums of a weight row that registers hold, by the number of warpgroups."""
 _STEP_COST, _SPILL_COST = 170, 1.12

@@ -186,9 +186,11 @@ def test_columns_are_made_of_rows(monkeypatch):
 
 def test_scales_of_rows_cannot_be_made_here():
     """Loading quantises to blocks; programs for scales of rows take no others."""
-    old, plain = (load_target(GOLDEN / x, dtype="float32") for x in ("qwen3-fp8-channel", "qwen3"))
+    old = load_target(GOLDEN / "qwen3-fp8-channel", dtype="float32")
+    engine, plain = make_engine(old), load_target(GOLDEN / "qwen3", dtype="float32")
     with pytest.raises(ConfigError, match=r"mlp.down.weight: float32 .*, not float8_e4m3fn"):
-        Engine(old, None, CONFIG).update_weights(plain)
+        engine.update_weights(plain)
+    assert texts(engine) == texts(make_engine(old))
 
 
 @pytest.mark.slow

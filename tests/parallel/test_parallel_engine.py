@@ -103,7 +103,9 @@ def test_two_devices_write_the_text_of_one(method):
     run = lambda engine: [
         (one.tokens, one.accepted_per_position) for one in engine.generate(prompts(), told)
     ]
+    plain = texts(Engine(model, None, engine_config(1, num_draft=0)))
     one = run(one_bucket(Engine(model, head(method), engine_config(1, num_draft=3))))
+    assert [tokens for tokens, _ in one] == plain
     two = Engine(model, head(method), engine_config(2, num_draft=3, check_replicas=True))
     assert run(one_bucket(two)) == one
     held = [leaf.sharding for leaf in jax.tree.leaves(two._state.target_cache)]

@@ -263,6 +263,15 @@ def test_a_lost_connection_frees_everything(server, http, pace, stream, prompt):
     assert num_cancelled(http) > before
 
 
+def test_a_slow_reader_does_not_delay_others(server, http, client):
+    with http.stream("POST", "/v1/completions", json=LONG | dict(stream=True)) as response:
+        lines = response.iter_lines()
+        next(lines)
+        for _ in range(6):
+            client.completions.create(prompt="b", max_tokens=20, **PLAIN)
+        assert list(lines)[-2:] == ["data: [DONE]", ""]
+
+
 def test_draining_finishes_old_requests_and_refuses_new_ones(make_engine):
     server = LiveServer(make_engine(), http=True)
     with httpx.Client(base_url=url(server), timeout=LIMIT) as http:

@@ -560,6 +560,12 @@ def test_clients_that_leave_before_their_request_is_complete(server, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+def test_bytes_that_are_not_http_are_refused(server):
+    with connect(server.http_address) as connection:
+        connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")  # a TLS client at a port without TLS
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
 def test_requests_of_one_connection_are_answered_in_order(server):
     bodies = [json.dumps(dict(prompt="a", max_tokens=n, ignore_eos=True)).encode() for n in (9, 3)]
     with connect(server.http_address) as connection:

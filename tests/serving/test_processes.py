@@ -141,10 +141,10 @@ def test_calls_that_are_cancelled_leave_no_memory(two):
 
             await asyncio.gather(*(client() for _ in range(4)))
 
-    for count in (1000, 2000):
+    for count in (1000, 4000):
         asyncio.run(cancel(count))
         resident.append(processes(two.process.pid)[two.process.pid].resident_bytes)
-    assert resident[1] - resident[0] < 1000 * 2000, resident
+    assert resident[1] - resident[0] < 500 * 4000, resident
 
 
 @pytest.mark.slow
@@ -409,8 +409,9 @@ def test_an_engine_in_its_process_takes_other_weights_under_load(start, folders,
 
         text, versions = answer()
         assert versions == ["0"]
-        with pytest.raises(grpc.RpcError, match=r"layers\.1\."):
+        with pytest.raises(grpc.RpcError, match=r"layers\.1\.") as caught:
             update(tmp_path / "wrong")
+        assert caught.value.code() is Status.INVALID_ARGUMENT
         assert answer() == (text, ["0"])
         streams = [begun(stub.Generate(request, metadata=root)) for _ in range(4)]
         assert update(tmp_path / "other") == "1"
