@@ -9,6 +9,7 @@ add_request -> [waiting] -> schedule() -> Calls
 import itertools
 import logging
 import operator
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -181,7 +182,7 @@ class Engine:
         """Of the weights; `update_weights` changes it."""
         self._num_updates = 0
         self._has_cache, self._is_paused, self._is_stepping = True, False, False
-        self._turn = threading.RLock()
+        self._turn, self._process = threading.RLock(), os.getpid()
         self._is_torn = False
         """Whether an update failed when some weights were replaced."""
         self.numbers = itertools.count()  # of requests; their seeds, where they have none
@@ -665,10 +666,18 @@ class Engine:
 
     def _check_ready(self) -> None:
         """Raises `NotReady` if no program can run."""
+        self._check_process()
         if not self._has_cache:
             raise NotReady("the cache is released: call restore_cache first")
         if self._is_torn:
             raise NotReady("an update of the weights has failed half-way: update them again")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:  # jax's threads stayed there: a call would never end
+            raise NotReady(
+                "an engine does not survive a fork: load it in this process, or start processes "
+                "by multiprocessing's 'spawn'"
+            )
 
     def _check_between_steps(self) -> None:
         if self._is_stepping:
@@ -697,6 +706,7 @@ class Engine:
         if len(params) != len(prompts):
             rule = f"{len(params)} for {len(prompts)} prompts; give one for all, or one for each"
             raise ConfigError.of("params", rule)
+        self._check_process()
         with self._turn:
             return self._generate(prompts, params, on_update)
 

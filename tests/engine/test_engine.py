@@ -1,5 +1,6 @@
 """The engine's public face: endings, aborts, refusals, logprobs, seeds, overlap."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from peagle_jax import ConfigError, Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.host.request import Request, Round
 from peagle_jax.engine.host.scheduler import QueueFull
+from peagle_jax.errors import NotReady
 from peagle_jax.text.tokenizer import Tokenizer
 from tests import programs, tiny
 from tests.programs import one_bucket
@@ -383,3 +385,16 @@ def test_threads_that_generate_take_turns(shared):
     with ThreadPoolExecutor(4) as pool:
         done = pool.map(lambda prompt: shared.generate([prompt], params)[0].tokens, PROMPTS)
         assert list(done) == alone
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_an_engine_says_that_it_does_not_survive_a_fork(engine):
+    if child := os.fork():
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return
+    try:
+        engine.generate(PROMPTS[:1], SamplingParams(max_tokens=4))
+    except NotReady as error:
+        os._exit("spawn" not in str(error))
+    finally:
+        os._exit(2)
