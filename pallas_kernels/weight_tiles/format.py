@@ -89,12 +89,8 @@ class Format:
         Raises:
           NotImplementedError: not even one fits.
         """
-        scales = self.codec.staged_scales(K)
-        stored = self._stored(tokens, groups) * jnp.dtype(out_dtype).itemsize
-        rest = groups * self.rows * (parts * scales + stored) + 2048  # barriers, alignment
-        scale = 4 * max(tokens, _SLOT_SCALES) if self.codec.x_scaled else 0
-        x = tokens * self.codec.step * self.codec.x_dtype.itemsize + scale
-        slot = groups * parts * self.rows * self.codec.row_bytes + x
+        rest, slot = self._block_bytes(parts, tokens, K, out_dtype, groups)
+        rest += 2048  # barriers, alignment
         most = (device.smem_bytes - rest) // slot
         if most < 1:
             raise NotImplementedError(
@@ -103,6 +99,25 @@ class Format:
                 "use implementation='reference'"
             )
         return most
+
+    def resident_blocks(
+        self, stages: int, parts: int, tokens: int, K: int, out_dtype: jnp.dtype, device: Device
+    ) -> int:
+        """Blocks of one warpgroup for which a multiprocessor has shared memory; arguments as in
+        `scratch`."""
+        rest, slot = self._block_bytes(parts, tokens, K, out_dtype, groups=1)
+        own = 1024  # what the chip keeps of each block
+        return (device.smem_bytes + own) // (rest + stages * slot + own + 128)  # barriers
+
+    def _block_bytes(
+        self, parts: int, tokens: int, K: int, out_dtype: jnp.dtype, groups: int
+    ) -> tuple[int, int]:
+        """Shared memory of a block: without slots, and of each slot; arguments as in `scratch`."""
+        stored = self._stored(tokens, groups) * jnp.dtype(out_dtype).itemsize
+        rest = groups * self.rows * (parts * self.codec.staged_scales(K) + stored)
+        scale = 4 * max(tokens, _SLOT_SCALES) if self.codec.x_scaled else 0
+        x = tokens * self.codec.step * self.codec.x_dtype.itemsize + scale
+        return rest, groups * parts * self.rows * self.codec.row_bytes + x
 
     def scratch(
         self, stages: int, parts: int, tokens: int, K: int, out_dtype: jnp.dtype, groups: int = 1

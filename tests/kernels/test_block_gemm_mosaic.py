@@ -9,7 +9,7 @@ from pallas_kernels import dispatch, formats
 from pallas_kernels.block_gemm import mosaic_gpu
 from pallas_kernels.block_gemm.api import add_in_order, linear
 from pallas_kernels.block_gemm.mosaic_gpu import TuningConfig
-from pallas_kernels.device import GENERATIONS
+from pallas_kernels.device import GENERATIONS, H200
 from pallas_kernels.weight_tiles.codecs import STEP
 from tests.kernels.compiled import dequantize
 
@@ -144,6 +144,13 @@ def test_tuning_leaves_the_arithmetic_alone(device):
         configs = [TuningConfig.choose(R, N, K, device) for R in (1, 8, 12, 21, 64, 256, 4096)]
         assert len({config.chunks for config in configs}) == 1
         assert all(config.chunks > 1 or not config.split for config in configs)
+
+
+def test_the_last_blocks_of_a_wide_weight_do_not_run_alone():
+    stages = lambda R, N, K: TuningConfig.choose(R, N, K, H200, "fp8_tiles", jnp.float16).stages
+    llama, gemma = (28672, 4096), (43008, 5376)
+    assert [stages(R, *llama) for R in (8, 16, 32, 64)] == [4, 4, 2, 4]
+    assert [stages(R, *gemma) for R in (8, 16, 32, 64)] == [3, 2, 4, 4]
 
 
 def refused(change: str) -> dict:
