@@ -256,7 +256,7 @@ def _grid(table: dict, some: list[dict]) -> str:
             facts = Facts([row])
             if found := text_of(text, facts):
                 cells.setdefault(text_of(line, facts), {})[row["concurrency"]] = found
-    header = [table["corner"], *(f"concurrency {one}" for one in across)]
+    header = [table["corner"], *map(str, across)]
     return markdown(
         header, [[line, *(own.get(one, "") for one in across)] for line, own in cells.items()]
     )
