@@ -89,22 +89,6 @@ chunks (HTTP/1.0).
 """
 _CLOSE = (b"connection", b"close")
 _HTTP2 = b"PRI * HTTP/2.0\r\n"
-_GOODBYE = b"this server speaks HTTP/1.1"
-_NO_HTTP2 = (
-    # A frame is the length of its payload, its type, flags, stream and payload: empty SETTINGS, and
-    # GOAWAY with the last stream, the error HTTP_1_1_REQUIRED and a text.
-    bytes(3)
-    + b"\x04"
-    + bytes(5)
-    + (8 + len(_GOODBYE)).to_bytes(3)
-    + b"\x07"
-    + bytes(5)
-    + bytes(4)
-    + (0xD).to_bytes(4)
-    + _GOODBYE
-)
-"""Answer to clients that begin with HTTP/2; they would not understand one in HTTP/1.1 (RFC 9113).
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +154,9 @@ class Connection(H11Protocol):
         """Checks a head before the parser reads it."""
         if self.conn.their_state is h11.IDLE:
             if self.cycle is None and self.conn.trailing_data[0].startswith(_HTTP2):
-                self._close_with(_NO_HTTP2)
+                # No GOAWAY of HTTP/2: gRPC takes it for a server that restarts, and connects again
+                # without a pause, in 2 GB of memory after four seconds.
+                self._refuse(400, "this port speaks HTTP/1.1; gRPC and HTTP/2 are for --port")
                 return
             fault = find_fault(self.conn.trailing_data[0])
             if fault is not None:

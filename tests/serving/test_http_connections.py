@@ -10,6 +10,8 @@ import random
 import socket
 import ssl
 import struct
+import subprocess
+import sys
 import threading
 import time
 
@@ -103,15 +105,17 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused_and_ends_the_connection(
     assert b"connection: close" in answer.lower()
 
 
-def test_a_client_that_begins_with_http_2_is_told_why_its_connection_ends(common):
+def test_a_grpc_client_of_the_http_port_ends_and_is_told_why(common):
+    """A GOAWAY would have it connect again without a pause, in more and more memory."""
     with connect(common) as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
         answer = read_all(connection)
-    settings, goaway = answer[:9], answer[9:]
-    assert settings == bytes(3) + b"\x04" + bytes(5)
-    assert (int.from_bytes(goaway[:3]), goaway[3]) == (len(goaway) - 9, 7)
-    assert int.from_bytes(goaway[13:17]) == 0xD  # HTTP_1_1_REQUIRED
-    assert b"HTTP/1.1" in goaway[17:]
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"--port" in answer
+    command = [sys.executable, "-m", "serving.client", "--address", common, "x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert f"{common} does not speak gRPC: give the --port" in done.stderr
 
 
 def test_a_bad_head_is_found_behind_a_good_request_too(common):
