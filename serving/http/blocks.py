@@ -47,12 +47,13 @@ class Blocks:
 
     Attributes:
       all: the blocks so far.
+      open: the block that may get more text.
     """
 
     def __init__(self, *, is_parallel: bool = True):
         self.all: list[Block] = []
         self._is_parallel = is_parallel
-        self._open: Block | None = None
+        self.open: Block | None = None
 
     @property
     def has_calls(self) -> bool:
@@ -73,19 +74,19 @@ class Blocks:
 
     def finish(self) -> Iterator[Change]:
         """Ends the last block."""
-        if self._open is not None:
-            yield "close", self._open, ""
-            self._open = None
+        if self.open is not None:
+            yield "close", self.open, ""
+            self.open = None
 
     def _text(self, kind: Kind, text: str) -> Iterator[Change]:
         if not text:
             return
-        if self._open is None or self._open.kind != kind:
+        if self.open is None or self.open.kind != kind:
             yield from self.finish()
-            self._open = self._new(kind)
-            yield "open", self._open, ""
-        self._open.pieces.append(text)
-        yield "text", self._open, text
+            self.open = self._new(kind)
+            yield "open", self.open, ""
+        self.open.pieces.append(text)
+        yield "text", self.open, text
 
     def _new(self, kind: Kind, call: ToolCall | None = None) -> Block:
         self.all.append(Block(len(self.all), kind, call))
@@ -100,6 +101,8 @@ class BlockAnswer(ABC):
     def __init__(self, *, is_stream: bool, is_parallel: bool):
         self.is_stream, self._blocks = is_stream, Blocks(is_parallel=is_parallel)
         self._finish: Finish | None = None
+        self._last_open: Block | None = None
+        """At the end of the output: what an answer that was cut lacks a part of."""
 
     def whole(self, deltas: Mapping[int, Delta], streams: Sequence[Stream]) -> dict:
         for _ in self._changes(deltas[0]):
@@ -113,7 +116,7 @@ class BlockAnswer(ABC):
     def _changes(self, delta: Delta) -> Iterator[Change]:
         yield from self._blocks.add(delta)
         if delta.finish is not None:
-            self._finish = delta.finish
+            self._finish, self._last_open = delta.finish, self._blocks.open
             yield from self._blocks.finish()
 
 

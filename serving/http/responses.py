@@ -158,9 +158,7 @@ class _Answer(BlockAnswer):
     def _whole(self, streams: Sequence[Stream]) -> dict:
         status = _STATUS.get(self._finish.reason, "completed")
         response = self._response(status)
-        output = [self._item(block, "completed") for block in self._blocks.all]
-        if status != "completed" and output:
-            output[-1]["status"] = "incomplete"
+        output = [self._item(block, self._status(block)) for block in self._blocks.all]
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         if status == "cancelled":
             response["error"] = _ABORTED
@@ -202,7 +200,7 @@ class _Answer(BlockAnswer):
                 self._event(name, **place, text=block.text, **self._logprobs(block)),
                 self._event("response.content_part.done", **place, part=part),
             ]
-        item = self._item(block, "completed")
+        item = self._item(block, self._status(block))
         done = self._event("response.output_item.done", output_index=block.index, item=item)
         return [*events, done]
 
@@ -219,6 +217,11 @@ class _Answer(BlockAnswer):
         if name not in self._namespaces:
             return {"name": name}
         return dict(zip(("namespace", "name"), self._namespaces[name], strict=True))
+
+    def _status(self, block: Block) -> str:
+        """Of a block that has ended."""
+        is_cut = block is self._last_open and self._finish.reason in _STATUS
+        return "incomplete" if is_cut else "completed"
 
     def _item(self, block: Block, status: str) -> dict:
         item = {"id": self._id(block), "status": status}

@@ -82,7 +82,10 @@ def test_a_call_that_is_cut_off_is_the_last_item(scripted, client, is_merged):
     ask = dict(model="tiny", input="Read!", tools=[TOOL], max_output_tokens=size)
     whole = client.responses.create(**ask)
     with contextlib.nullcontext() if is_merged else scripted.live.unmerged():
-        streamed = list(client.responses.create(stream=True, **ask))[-1].response
+        events = list(client.responses.create(stream=True, **ask))
+    streamed = events[-1].response
+    items = [one.item for one in events if one.type == "response.output_item.done"]
+    assert items == streamed.output
     for response in (whole, streamed):
         assert response.status == "incomplete"
         found = [(one.type, one.status) for one in response.output]
