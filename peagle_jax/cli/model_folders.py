@@ -100,7 +100,7 @@ def _check_may_have_heads(model: str) -> None:
     if model.startswith(("/", ".")) and not Path(model).exists():
         raise ConfigError(f"{model}: no such folder")
     if is_hub_id(model) and not has_shipped_heads(model):
-        raise no_head(model)
+        raise no_head(f"{model} (no folder here, so the id of a hub)")
 
 
 def check_folders(
