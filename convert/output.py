@@ -1,12 +1,12 @@
 """A new folder: written as `NAME.partial` under a lock, renamed when it is complete."""
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from peagle_jax.checkpoint.folder_lock import lock_folder
 from peagle_jax.checkpoint.safetensors import CheckpointError
 
 _SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
@@ -38,7 +38,7 @@ def new_folder(final: Path, nbytes: int, sources: Iterable[Path]) -> Iterator[Pa
     _check_apart(final, folder, sources)
     try:
         _check_empty(final)
-        lock = _lock(folder)
+        lock = lock_folder(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be written ({error.strerror})") from error
     try:
@@ -91,20 +91,3 @@ def _is_same(first: Path, second: Path) -> bool:
         return first.samefile(second)  # by inode: bind mounts, names that differ in case
     except OSError:
         return first == second
-
-
-def _lock(folder: Path) -> int:
-    """A descriptor that holds the lock on the folder until it is closed."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.stat(folder).st_ino == os.fstat(descriptor).st_ino:
-                return descriptor
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise CheckpointError(f"{folder}: another run is writing it; wait for it") from error
-        except FileNotFoundError:
-            pass  # renamed by its owner between the two lines above
-        os.close(descriptor)

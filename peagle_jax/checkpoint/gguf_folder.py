@@ -1,5 +1,7 @@
 """GGUF file -> Hugging Face folder: config.json, safetensors, tokenizer and chat template."""
 
+import contextlib
+import glob
 import hashlib
 import json
 import logging
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from peagle_jax.checkpoint.folder_lock import lock_folder
 from peagle_jax.checkpoint.gguf_config import model_config
 from peagle_jax.checkpoint.gguf_file import GgufFile, open_gguf
 from peagle_jax.checkpoint.gguf_tensors import DTYPES, FolderTensor, folder_tensors, matrix_dtype
@@ -59,8 +62,10 @@ def write_folder(
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; give another folder or delete it")
     unfinished = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    lock = None
     try:
-        unfinished.mkdir(parents=True)
+        lock = lock_folder(unfinished)
+        _remove_left(folder)
         nbytes = _write(source, unfinished, dtype, progress)
         if not folder.is_dir():  # another process may have converted the same file meanwhile
             unfinished.rename(folder)
@@ -68,7 +73,18 @@ def write_folder(
         raise CheckpointError(f"{folder}: cannot be written ({error.strerror})") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
     return nbytes
+
+
+def _remove_left(folder: Path) -> None:
+    """Removes what killed conversions to `folder` left: a running one holds its lock."""
+    for left in folder.parent.glob(f"{glob.escape(folder.name)}.partial-*"):
+        with contextlib.suppress(CheckpointError, OSError):
+            lock = lock_folder(left)
+            shutil.rmtree(left)
+            os.close(lock)
 
 
 def _write(source: Path, folder: Path, dtype: str, progress: Callable[[int], None]) -> int:

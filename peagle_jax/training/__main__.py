@@ -1,11 +1,14 @@
 """`peagle-train`: a draft head for a model, from prompts."""
 
+import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from peagle_jax.checkpoint.folder_lock import lock_folder
 from peagle_jax.checkpoint.safetensors import CheckpointError
 from peagle_jax.cli.command_line import writes_output
 from peagle_jax.config import ConfigError, TargetConfig
@@ -223,6 +226,22 @@ def _trained(task, merge, run, configs: dict, target) -> Path:
     return folder
 
 
+@contextmanager
+def _alone(args) -> Iterator[None]:
+    """Holds the lock on the folder that a run writes."""
+    if "out" not in args or getattr(args, "dry_run", False):
+        yield
+        return
+    try:
+        lock = lock_folder(args.out)
+    except OSError as error:
+        raise ConfigError(f"--out {args.out}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
 _STAGES = {"head": _head, "synthesize": _synthesize, "plan": _plan}
 
 
@@ -242,7 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_address_space()
         check(args)
-        _STAGES[args.stage](args)
+        with _alone(args):
+            _STAGES[args.stage](args)
     except (ConfigError, CheckpointError, FileNotFoundError, FloatingPointError) as error:
         _refuse(str(error))
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """GGUF files of the golden checkpoints become folders of the same bits and the same config."""
 
+import os
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file
 from convert.__main__ import main
 from peagle_jax.checkpoint import load_target
 from peagle_jax.checkpoint.fields import read_config
+from peagle_jax.checkpoint.folder_lock import lock_folder
 from peagle_jax.checkpoint.gguf_file import TYPES, open_gguf
 from peagle_jax.checkpoint.gguf_folder import write_folder
 from peagle_jax.checkpoint.hub import resolve
@@ -135,6 +137,16 @@ def test_parts_of_a_split_file_are_one_model(tmp_path):
     with pytest.raises(CheckpointError, match="is not part 3 of 3"):
         write_folder(parts[0], tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_what_a_killed_conversion_left_is_removed(tmp_path):
+    write_golden("qwen3", tmp_path / "model.gguf")
+    left, held = (tmp_path / f"folder.partial-{pid}" for pid in "12")
+    left.mkdir()
+    lock = lock_folder(held)  # by a run that goes on
+    write_folder(tmp_path / "model.gguf", tmp_path / "folder")
+    os.close(lock)
+    assert (left.exists(), held.exists()) == (False, True)
 
 
 def test_an_archive_holds_one_model(tmp_path):

@@ -1,8 +1,11 @@
 """`peagle-train`: mistakes are refused in one line, and Ctrl-C leaves one line."""
 
+import os
+
 import numpy as np
 import pytest
 
+from peagle_jax.checkpoint.folder_lock import lock_folder
 from peagle_jax.config import ConfigError
 from peagle_jax.training import __main__ as command
 from peagle_jax.training import drafter
@@ -29,6 +32,12 @@ def refusal(line: str, capsys) -> str:
         command.main(line.split())
     assert exit.value.code == 2
     return capsys.readouterr().err
+
+
+def test_two_runs_cannot_write_one_folder(folders, capsys):
+    lock = lock_folder(folders["root"] / "new")
+    assert "new: another run is writing it" in refusal(HEAD.format(**folders), capsys)
+    os.close(lock)
 
 
 @pytest.mark.parametrize(
