@@ -50,7 +50,7 @@ def test_rows_of_other_kinds_are_left_alone():
 def test_number_formats_are_in_the_title():
     other = row("throughput", "none", 0, kv_cache_dtype="fp8", weights="mxfp4")
     text = report.render("throughput", report.newest([*ROWS, other]))
-    assert "**Chip**, m, float32, greedy; jax 0.11.2, commit abc, 2026-01-01" in text
+    assert "**Chip**, m, float32, greedy, HumanEval; jax 0.11.2, commit abc, 2026-01-01" in text
     assert "float32 with mxfp4 weights and fp8 KV cache" in text
 
 
