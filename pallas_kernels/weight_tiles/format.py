@@ -103,8 +103,8 @@ class Format:
     def resident_blocks(
         self, stages: int, parts: int, tokens: int, K: int, out_dtype: jnp.dtype, device: Device
     ) -> int:
-        """Blocks of one warpgroup for which a multiprocessor has shared memory; arguments as in
-        `scratch`."""
+        """Blocks of one warpgroup for which a multiprocessor has shared memory; registers may allow
+        fewer. Arguments as in `scratch`."""
         rest, slot = self._block_bytes(parts, tokens, K, out_dtype, groups=1)
         own = 1024  # what the chip keeps of each block
         return (device.smem_bytes + own) // (rest + stages * slot + own + 128)  # barriers

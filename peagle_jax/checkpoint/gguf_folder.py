@@ -6,13 +6,14 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from peagle_jax.checkpoint.folder_lock import lock_folder
 from peagle_jax.checkpoint.gguf_config import model_config
 from peagle_jax.checkpoint.gguf_file import GgufFile, open_gguf
 from peagle_jax.checkpoint.gguf_tensors import DTYPES, FolderTensor, folder_tensors, matrix_dtype
@@ -22,6 +23,7 @@ from peagle_jax.checkpoint.tables import target_layout
 from peagle_jax.checkpoint.target_json import target_config
 
 _log = logging.getLogger(__name__)
+_DAY = 86_400.0  # seconds
 
 
 def folder_of(source: Path) -> Path:
@@ -61,11 +63,10 @@ def write_folder(
     """
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; give another folder or delete it")
-    unfinished = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    lock = None
+    _remove_left(folder)
+    unfinished = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(8)}")
     try:
-        lock = lock_folder(unfinished)
-        _remove_left(folder)
+        unfinished.mkdir(parents=True)
         nbytes = _write(source, unfinished, dtype, progress)
         if not folder.is_dir():  # another process may have converted the same file meanwhile
             unfinished.rename(folder)
@@ -73,18 +74,16 @@ def write_folder(
         raise CheckpointError(f"{folder}: cannot be written ({error.strerror})") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
     return nbytes
 
 
 def _remove_left(folder: Path) -> None:
-    """Removes what killed conversions to `folder` left: a running one holds its lock."""
+    """Removes what killed conversions to `folder` left a day ago. A running one may be another
+    host's."""
     for left in folder.parent.glob(f"{glob.escape(folder.name)}.partial-*"):
-        with contextlib.suppress(CheckpointError, OSError):
-            lock = lock_folder(left)
-            shutil.rmtree(left)
-            os.close(lock)
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _DAY:
+                shutil.rmtree(left)
 
 
 def _write(source: Path, folder: Path, dtype: str, progress: Callable[[int], None]) -> int:

@@ -473,7 +473,8 @@ class Engine:
           (request, new tokens) for every request in the committed calls; see `request.is_finished`.
 
         Raises:
-          NotReady: the cache is released, or an update of the weights has failed half-way.
+          NotReady: the cache is released, an update of the weights has failed half-way, or this
+            process is a fork of the engine's.
         """
         self._check_ready()
         self._is_stepping = True
@@ -658,6 +659,7 @@ class Engine:
         Raises:
           NotReady: the cache is there.
         """
+        self._check_process()
         if self._has_cache:
             raise NotReady("the cache is not released")
         links = self._state.links
@@ -680,6 +682,7 @@ class Engine:
             )
 
     def _check_between_steps(self) -> None:
+        self._check_process()
         if self._is_stepping:
             raise NotReady("this cannot be called within a step, as by on_update")
 

@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -239,6 +239,8 @@ def _alone(args) -> Iterator[None]:
     try:
         yield
     finally:
+        with suppress(OSError):
+            args.out.rmdir()  # of a run that was refused
         os.close(lock)
 
 

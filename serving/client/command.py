@@ -275,7 +275,7 @@ def _message(error: grpc.Call, address: str) -> str:
     keys = {key for key, _ in error.trailing_metadata() or ()}
     is_from_server = "grpc-status-details-bin" in keys
     if code is grpc.StatusCode.UNAVAILABLE and not is_from_server:
-        if "Expected SETTINGS" in details:
+        if "Expected SETTINGS" in details or "ALPN" in details:
             return f"{address} does not speak gRPC: give the --port of peagle-serve ({details})"
         return (
             f"no answer from {address}: is peagle-serve running there, and do both sides use TLS "

@@ -155,7 +155,7 @@ class Connection(H11Protocol):
         if self.conn.their_state is h11.IDLE:
             if self.cycle is None and self.conn.trailing_data[0].startswith(_HTTP2):
                 # No GOAWAY of HTTP/2: gRPC takes it for a server that restarts, and connects again
-                # without a pause, in 2 GB of memory after four seconds.
+                # without a pause.
                 self._refuse(400, "this port speaks HTTP/1.1; gRPC and HTTP/2 are for --port")
                 return
             fault = find_fault(self.conn.trailing_data[0])

@@ -1,6 +1,7 @@
 """GGUF files of the golden checkpoints become folders of the same bits and the same config."""
 
 import os
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from safetensors.numpy import load_file
 from convert.__main__ import main
 from peagle_jax.checkpoint import load_target
 from peagle_jax.checkpoint.fields import read_config
-from peagle_jax.checkpoint.folder_lock import lock_folder
 from peagle_jax.checkpoint.gguf_file import TYPES, open_gguf
 from peagle_jax.checkpoint.gguf_folder import write_folder
 from peagle_jax.checkpoint.hub import resolve
@@ -141,12 +141,14 @@ def test_parts_of_a_split_file_are_one_model(tmp_path):
 
 def test_what_a_killed_conversion_left_is_removed(tmp_path):
     write_golden("qwen3", tmp_path / "model.gguf")
-    left, held = (tmp_path / f"folder.partial-{pid}" for pid in "12")
-    left.mkdir()
-    lock = lock_folder(held)  # by a run that goes on
+    left, new = (tmp_path / f"folder.partial-{name}" for name in ("left", "new"))
+    for folder in (left, new):
+        folder.mkdir()
+        (folder / "config.json").touch()
+    two_days_ago = time.time() - 2 * 86_400
+    os.utime(left, (two_days_ago, two_days_ago))
     write_folder(tmp_path / "model.gguf", tmp_path / "folder")
-    os.close(lock)
-    assert (left.exists(), held.exists()) == (False, True)
+    assert (left.exists(), new.exists()) == (False, True)  # the other may be of a run that goes on
 
 
 def test_an_archive_holds_one_model(tmp_path):

@@ -53,7 +53,9 @@ def test_the_format_of_weights_changes_no_digest_and_another_target_does(target,
 
 def test_a_hub_id_without_a_head_is_refused_before_its_download(target):
     assert shipped.has_shipped_heads(NAME)
-    with pytest.raises(ConfigError, match="drafting needs a head for some/other"):
+    with pytest.raises(
+        ConfigError, match=r"needs a head for some/other \(no folder here, so the id of a hub\)"
+    ):
         model_folders.local_models("some/other", None, None)
 
 

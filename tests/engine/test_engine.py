@@ -1,6 +1,7 @@
 """The engine's public face: endings, aborts, refusals, logprobs, seeds, overlap."""
 
 import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -392,7 +393,10 @@ def test_an_engine_says_that_it_does_not_survive_a_fork(engine):
     if child := os.fork():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         return
+    signal.alarm(60)
     try:
+        with pytest.raises(NotReady):
+            engine.release_cache()
         engine.generate(PROMPTS[:1], SamplingParams(max_tokens=4))
     except NotReady as error:
         os._exit("spawn" not in str(error))

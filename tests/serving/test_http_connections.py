@@ -112,8 +112,11 @@ def test_a_grpc_client_of_the_http_port_ends_and_is_told_why(common):
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"--port" in answer
-    command = [sys.executable, "-m", "serving.client", "--address", common, "x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    client = f"{sys.executable} -m serving.client --address {common} x"
+    bounded = f"ulimit -v {16 << 20}; exec {client}"  # KiB, for a client that never ends
+    done = subprocess.run(
+        ["sh", "-c", bounded], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 3
     assert f"{common} does not speak gRPC: give the --port" in done.stderr
 

@@ -38,6 +38,8 @@ def test_two_runs_cannot_write_one_folder(folders, capsys):
     lock = lock_folder(folders["root"] / "new")
     assert "new: another run is writing it" in refusal(HEAD.format(**folders), capsys)
     os.close(lock)
+    assert "another run" not in refusal(HEAD.format(**folders), capsys)
+    assert not (folders["root"] / "new").exists()  # a refused run leaves no folder
 
 
 @pytest.mark.parametrize(
