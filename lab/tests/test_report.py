@@ -67,16 +67,8 @@ def test_rounds_show_their_floor_where_it_is_known():
 
     def step(method: str, k: int, ms: float, share: float | None, length: float | None, **others):
         figures = dict(fraction_of_floor=share, synthetic_acceptance_length=length)
-        return row(
-            "decode-step",
-            method,
-            k,
-            **model,
-            ms_per_round=ms,
-            decode_tokens_per_second=100.0,
-            **figures,
-            **others,
-        )
+        figures |= dict(ms_per_round=ms, decode_tokens_per_second=100.0)
+        return row("decode-step", method, k, **model, **figures, **others)
 
     some = [
         step("peagle", 7, 8.0, 0.5, 3.1),

@@ -79,8 +79,9 @@ def write_folder(
 
 def _remove_left(folder: Path) -> None:
     """Removes what killed conversions to `folder` left a day ago. A running one may be another
-    host's."""
-    for left in folder.parent.glob(f"{glob.escape(folder.name)}.partial-*"):
+    host's, and a folder of another name the user's."""
+    name = f"{glob.escape(folder.name)}.partial-{'[0-9a-f]' * 16}"
+    for left in folder.parent.glob(name):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _DAY:
                 shutil.rmtree(left)

@@ -141,14 +141,19 @@ def test_parts_of_a_split_file_are_one_model(tmp_path):
 
 def test_what_a_killed_conversion_left_is_removed(tmp_path):
     write_golden("qwen3", tmp_path / "model.gguf")
-    left, new = (tmp_path / f"folder.partial-{name}" for name in ("left", "new"))
-    for folder in (left, new):
+    left, of_user, new = (
+        tmp_path / f"folder.partial-{name}" for name in ("0" * 16, "v1", "f" * 16)
+    )
+    for folder in (left, of_user, new):
         folder.mkdir()
         (folder / "config.json").touch()
     two_days_ago = time.time() - 2 * 86_400
-    os.utime(left, (two_days_ago, two_days_ago))
+    for folder in (left, of_user):
+        os.utime(folder, (two_days_ago, two_days_ago))
     write_folder(tmp_path / "model.gguf", tmp_path / "folder")
-    assert (left.exists(), new.exists()) == (False, True)  # the other may be of a run that goes on
+    assert not left.exists()
+    assert of_user.exists()
+    assert new.exists()  # of a run that may go on
 
 
 def test_an_archive_holds_one_model(tmp_path):
