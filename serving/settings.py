@@ -249,9 +249,10 @@ class Settings(Limits, ModelOptions):
         Args:
           sources: the source of each option's value, by the option's name.
         """
+        values = {name: getattr(self, name) for name in options_of(Settings)}
         return [
-            f"{name.replace('_', '-')}: {getattr(self, name)}  ({sources[name]})"
-            for name in options_of(Settings)
+            f"{name.replace('_', '-')}: {'not set' if value is None else value}  ({sources[name]})"
+            for name, value in values.items()
         ]
 
 

@@ -8,6 +8,7 @@ nothing. The test of this file gives it its replies.
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import openai
@@ -74,14 +75,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("task")
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    url = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
+    parser.add_argument("--url", default=url, help="of the server (default: %(default)s)")
     args = parser.parse_args()
     with openai.OpenAI(base_url=args.url, api_key="none") as client:
         try:
             model = client.models.list().data[0].id
             print(edit(client, model, args.file, args.task))
         except (openai.APIError, OSError) as error:
-            parser.exit(1, f"{parser.prog}: error: {error}\n")
+            parser.exit(1, f"{parser.prog}: error: {args.url}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from peagle_jax.config import ConfigError
@@ -89,9 +90,16 @@ def _sampled(
 ) -> list[str]:
     """The questions of these numbers that the model has ended."""
     given = dict(max_tokens=options.max_tokens, temperature=options.temperature)
-    params = [SamplingParams(seed=options.seed + i, **given) for i in numbers]
+    params = [SamplingParams(seed=question_seed(options.seed, i), **given) for i in numbers]
     done = engine.generate([prefix] * len(params), params)
     return [one.text.strip() for one in done if one.finish_reason == "stop"]
+
+
+def question_seed(seed: int, number: int) -> int:
+    """Of a question: all begin alike, so with seed + number the runs of seeds 0 and 1 would ask the
+    same questions."""
+    state = np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))
 
 
 def is_allowed(text: str, avoided: set[tuple[str, ...]]) -> bool:

@@ -145,10 +145,11 @@ def test_questions_are_different_and_share_no_ten_words_with_an_evaluation(folde
 
     class Engine:
         tokenizer = Tokenizer(folder)
-        calls = 0
+        calls, asked = 0, []
 
         def generate(self, prompts, params):
             Engine.calls += 1
+            Engine.asked.append(params)
             assert Engine.tokenizer.spell(prompts[0]) == "[user] "
             found = texts[: len(prompts)]
             end = lambda text: "length" if "never" in text else "stop"
@@ -165,6 +166,8 @@ def test_questions_are_different_and_share_no_ten_words_with_an_evaluation(folde
     for _ in range(2):  # the second time nothing is left to do
         assert synthesis.synthesize(Engine(), options, tmp_path / "out") == 1
     assert Engine.calls == 1
+    assert synthesis.synthesize(Engine(), replace(options, seed=1), tmp_path / "other") == 1
+    assert len({one.seed for params in Engine.asked for one in params}) == 2 * len(texts)
     (row,) = map(json.loads, (tmp_path / "out" / "prompts.jsonl").read_text().splitlines())
     assert row == dict(messages=[dict(role="user", content="what is a good name?")])
 
