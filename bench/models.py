@@ -128,7 +128,7 @@ class Models:
     ) -> dict:
         """Row fields that identify the measurement."""
         chat = {"chat": True} if hasattr(options, "chat") and self.uses_chat(options) else {}
-        return chat | self._selector(variant.method) | {
+        return chat | {
             "model": self.name,
             "dtype": self.dtype,
             "weights": self.weights,
@@ -140,12 +140,6 @@ class Models:
             "max_tokens": options.max_tokens,
             "temperature": options.temperature,
         }
-
-    def _selector(self, method: str) -> dict:
-        """The field of a P-EAGLE head whose selector is not the one that heads ship with."""
-        head = self.heads.get(method)
-        kind = head.config.selector_kind if head and head.config.selector_rank else "none"
-        return {} if method != "peagle" or kind == "pairs" else {"selector": kind}
 
     def engine(self, method: str, num_draft: int, config: EngineConfig) -> Engine:
         # Prompts repeat from run to run; cached ones would be measured without their prefill.

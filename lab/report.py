@@ -42,8 +42,6 @@ matplotlib, the digest does not."""
 
 _DEFAULTS = {"kv_cache_dtype": "auto", "activations": "bf16", "adaptive": "off", "date": ""}
 """Fields that the first rows lack."""
-_SELECTORS = {None: "", "lattice": ", lattice", "none": " alone"}
-"""Rows of heads with pairs, which ship, have no such field."""
 PROTOCOLS = {"grpc": "gRPC", "http": "HTTP"}
 _AGGREGATES = {
     "sum": sum,
@@ -64,7 +62,7 @@ def derived(row: dict) -> dict:
     if (method := row.get("method")) in METHOD_NAMES and "num_speculative_tokens" in row:
         k = f"K={row['num_speculative_tokens']}"
         drafts = k if row["adaptive"] == "off" else f"K by {row['adaptive']}"
-        name = METHOD_NAMES[method] + _SELECTORS[row.get("selector")]
+        name = METHOD_NAMES[method]
         made["label"] = name if method == "none" else f"{name} {drafts}"
     if row.get("ratio_to_plain") and method == "none":
         made["ratio_to_plain"] = None

@@ -249,8 +249,6 @@ class DrafterConfig:
     """Tokens of the longest row it was trained on; None if the checkpoint omits it."""
     selector_rank: int = 0
     """Inner width of the selector, see `selector`; 0: the head has none."""
-    selector_kind: Literal["pairs", "lattice"] = "pairs"
-    """`method.selector` or `method.lattice`; above 32 a lattice's rank is a multiple of it."""
     block: BlockConfig | None = None
     """Of a `dflash` head."""
 
@@ -264,10 +262,6 @@ class DrafterConfig:
             raise ConfigError(
                 "a selector belongs to a head that drafts in parallel: EAGLE-3 sees its earlier "
                 "drafts"
-            )
-        if self.selector_kind == "lattice" and self.selector_rank > 32 and self.selector_rank % 32:
-            raise ConfigError(
-                f"the rank of a lattice selector is a multiple of 32, not {self.selector_rank}"
             )
         if self.method != "eagle3" and self.mask_token_id is None:
             raise ConfigError(

@@ -111,7 +111,7 @@ def test_plain_decoding_equals_recomputing_everything(engine_of, naive):
 @pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("num_draft", [5, 2, 7, 1])
 @pytest.mark.parametrize(
-    "method", ["peagle", "selector", "lattice", "eagle3", "dflash", "dflash2", "dspark"]
+    "method", ["peagle", "selector", "eagle3", "dflash", "dflash2", "dspark"]
 )
 def test_output_is_unchanged_by_a_random_head(engine_of, naive, method, num_draft):
     assert run(engine_of(method, num_draft)) == naive
@@ -154,7 +154,7 @@ def test_output_is_unchanged_by_chunked_prefill(target, naive, chunk, rows, smal
 
 
 @pytest.mark.sampled(1, slow=1)
-@pytest.mark.parametrize("method", ["selector", "none", "lattice", "peagle", "eagle3", "dflash2"])
+@pytest.mark.parametrize("method", ["selector", "none", "peagle", "eagle3", "dflash2"])
 def test_output_is_unchanged_by_preemption(target, naive, method):
     head = None if method == "none" else tiny.head(method)
     config = engine_config(num_draft=0 if head is None else 3, num_pages=34, max_num_seqs=4)
@@ -164,7 +164,7 @@ def test_output_is_unchanged_by_preemption(target, naive, method):
 
 
 @pytest.mark.sampled(0, slow=1)
-@pytest.mark.parametrize("method", ["selector", "lattice", "peagle", "none", "eagle3", "dflash2"])
+@pytest.mark.parametrize("method", ["selector", "peagle", "none", "eagle3", "dflash2"])
 def test_a_preempted_request_goes_on_as_if_it_had_stayed(target, method):
     """Sampled tokens too: both programs draw the same tokens and make the same next drafts."""
     head, num_draft = (None, 0) if method == "none" else (tiny.head(method), 3)
@@ -216,7 +216,7 @@ def test_bfloat16_differs_only_at_ties(target):
 
 @pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("drafts", ["changing K", "block", "sample", "argmax"])
-@pytest.mark.parametrize("method", ["selector", "lattice", "peagle", "eagle3", "dspark", "dflash2"])
+@pytest.mark.parametrize("method", ["selector", "peagle", "eagle3", "dspark", "dflash2"])
 def test_sampled_output_has_the_targets_law(method, drafts, monkeypatch, num_cases):
     """Joint law of the first three tokens after a prompt, vocabulary 4, against exact
     probabilities.
@@ -229,8 +229,7 @@ def test_sampled_output_has_the_targets_law(method, drafts, monkeypatch, num_cas
     monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: (0, 1, 2))
     small = dict(vocab_size=4)
     target = tiny.target(seed=3, **small)
-    seed = 4 if method == "lattice" else 5  # with seed 5 nearly all of its drafts are right
-    head = tiny.head(method, seed=seed, draft_vocab_size=4, **small)
+    head = tiny.head(method, seed=5, draft_vocab_size=4, **small)
     temperature, prompt = 4.0, [2, 3, 3, 0, 1]
     count = num_cases("sampled texts against the target's law", 6000, least=6000)
     config = OneBucketConfig(

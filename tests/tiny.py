@@ -62,7 +62,6 @@ _BLOCK = dict(method="dflash", qk_norm=True, own_embedding=False, own_lm_head=Fa
 METHODS = {
     "eagle3": dict(method="eagle3", num_layers=1),
     "selector": dict(selector_rank=8),
-    "lattice": dict(selector_rank=8, selector_kind="lattice"),
     "dflash": _BLOCK | dict(block=BlockConfig(causal=(False, False))),
     "dflash2": _BLOCK
     | dict(
@@ -178,7 +177,7 @@ def target(seed: int = 0, dtype: str = "float32", **changes) -> Decoder:
 
 
 def head(method: str = "peagle", seed: int = 1, dtype: str = "float32", **changes) -> DraftHead:
-    """A random head of a method; "selector" and "lattice" are P-EAGLE with a selector of a kind."""
+    """A random head of a method; "selector" is P-EAGLE with one."""
     config = replace(HEAD, **(METHODS.get(method, {}) | changes))
     leaves, structure = _parts(config, seed, dtype, False)
     return jax.tree.unflatten(structure, leaves)

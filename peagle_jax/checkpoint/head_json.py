@@ -192,7 +192,7 @@ def _check_type(head: Fields, tensors: set[str]) -> None:
       CheckpointError: another method than EAGLE-3 and P-EAGLE, or not the one that the tensors
         show.
     """
-    head.only("selector_kind", "pairs", "lattice")
+    head.only("selector_kind", "pairs")
     head.only("speculators_model_type", *_TYPES)
     speculators = head.inner("speculators_config", {})
     speculators.only("algorithm", *_TYPES)
@@ -273,7 +273,6 @@ def drafter_config(
             trained_num_draft=_trained_num_draft(head),
             trained_length=head.count("trained_length") if head.get("trained_length") else None,
             selector_rank=head.count("selector_rank", 0, least=0),
-            selector_kind=head.get("selector_kind") or "pairs",
         )
     except CheckpointError:
         raise
@@ -365,8 +364,6 @@ def head_json(config: DrafterConfig, max_position: int, dtype: str) -> dict:
         raw["trained_length"] = config.trained_length
     if config.selector_rank:
         raw["selector_rank"] = config.selector_rank
-    if config.selector_rank and config.selector_kind != "pairs":
-        raw["selector_kind"] = config.selector_kind
     return raw
 
 

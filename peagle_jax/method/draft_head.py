@@ -10,7 +10,6 @@ from flax import nnx
 
 from pallas_kernels import column_tiles
 from peagle_jax.config import DrafterConfig
-from peagle_jax.method.lattice import Lattice
 from peagle_jax.method.selector import Selector, Tables, TableSelector
 from peagle_jax.models.layers import (
     INIT_STD,
@@ -27,13 +26,9 @@ from peagle_jax.models.rope_angles import rope_angles
 from peagle_jax.parallel import vocabulary
 
 
-def selector_class(
-    config: DrafterConfig,
-) -> type[Selector] | type[Lattice] | type[TableSelector]:
+def selector_class(config: DrafterConfig) -> type[Selector] | type[TableSelector]:
     """That of a head's selector."""
-    if config.block is not None:
-        return TableSelector
-    return Lattice if config.selector_kind == "lattice" else Selector
+    return Selector if config.block is None else TableSelector
 
 
 class Buffer(nnx.Variable):
@@ -169,30 +164,23 @@ class DraftHead(nnx.Module):
         out = vocabulary.real(out, self.config.draft_vocab_size)
         return out * self.config.logit_scale if self.config.logit_scale != 1.0 else out
 
-    def edges(
-        self, target, hidden: jax.Array, candidates: jax.Array, log_probs: jax.Array | None
-    ) -> jax.Array:
+    def edges(self, target, hidden: jax.Array, candidates: jax.Array) -> jax.Array:
         """The selector's scores of a position's candidates after each candidate of the one before.
 
         Args:
           hidden: [B, J, D], output of the layers.
-          candidates: [B, J, C] draft ids; log_probs: [B, J, C] float32, which a lattice reads.
+          candidates: [B, J, C] draft ids.
         Returns:
           [B, J, C, C] float32; equal rows at the first position, which has no candidates before it.
         """
-        if isinstance(self.selector, Lattice):
-            embedded = self._embedded(target, candidates)
-            return self.selector(embedded, self.norm(hidden), log_probs)
         embedded = self._embedded(target, candidates[:, :-1])
         normed = self.norm(hidden[:, 1:])
         score = lambda columns: self.selector(embedded, normed, columns)
         edges = vocabulary.by_columns(score, self.unembedding(target), candidates[:, 1:])
         return jnp.pad(edges, ((0, 0), (1, 0), (0, 0), (0, 0)))
 
-    def tables(self, target) -> Tables | None:
-        """The selector's tables, for one device; None: it has none."""
-        if isinstance(self.selector, Lattice):
-            return None
+    def tables(self, target) -> Tables:
+        """The selector's tables, for one device."""
         unembedding = self.unembedding(target)[: self.config.draft_vocab_size]
         return self.selector.tables(lambda ids: self._embedded(target, ids), unembedding)
 

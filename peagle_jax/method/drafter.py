@@ -114,11 +114,7 @@ def candidate_scores(
       (draft ids [B, J, C], scores [B, J, C, C] of candidate b, the last axis, after candidate a).
     """
     ids, at = candidates(logits, head.config.draft_vocab_size)
-    log_probs = None
-    if head.config.selector_kind == "lattice":
-        most = at[..., :1]
-        log_probs = at - most - jnp.log(vocabulary.total(jnp.exp(logits - most)))[..., None]
-    return ids, at[..., None, :] + head.edges(target, out, ids, log_probs)
+    return ids, at[..., None, :] + head.edges(target, out, ids)
 
 
 def _scored(

@@ -199,9 +199,8 @@ def _train_selector(args, plan, target, folder: Path, dtype: str) -> Path:
     run = recipe.selector_run(plan, args.out / "selector", length, args.seed)
     run = recipe.watched(run, plan, args.patience, tuple(args.log_to))
     options = recipe.head_options(plan, args.out / "text", dtype)
-    kind = args.selector_kind
-    rank = recipe.selector_rank(target.config.hidden_size, kind)
-    task, merge = selector.make_task(head, target, options, run, rank, kind)
+    rank = recipe.selector_rank(target.config.hidden_size)
+    task, merge = selector.make_task(head, target, options, run, rank)
     configs = dict(head=asdict(head.config), run=asdict(run), options=asdict(options))
     return _trained(task, merge, run, configs, target)
 

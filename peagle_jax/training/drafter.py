@@ -148,7 +148,7 @@ def further_config(config: DrafterConfig, method: str) -> DrafterConfig:
     if config.selector_rank and method != "peagle":
         raise ConfigError("--init has a selector, and only those of P-EAGLE heads can be trained")
     depths = config.trained_num_draft or (8 if method == "peagle" else 7)
-    return replace(config, selector_rank=0, selector_kind="pairs", trained_num_draft=depths)
+    return replace(config, selector_rank=0, trained_num_draft=depths)
 
 
 def _leaves(layer: nnx.Module) -> dict:

@@ -5,7 +5,7 @@ import math
 from functools import partial
 from pathlib import Path
 
-from peagle_jax.cli.command_line import DefaultsFormatter, Parser
+from peagle_jax.cli.command_line import DefaultsFormatter, Parser, add_removed
 from peagle_jax.config import ConfigError
 from peagle_jax.training.loggers import LOGGERS, check_loggers
 
@@ -137,12 +137,7 @@ def _add_head(commands) -> None:
         default=True,
         help="peagle: train a selector too, in a fifth of the time (default)",
     )
-    head.add_argument(
-        "--selector-kind",
-        choices=("pairs", "lattice"),
-        default="pairs",
-        help="scores each pair of drafts by itself, or in view of all candidates before (LiLiCorr)",
-    )
+    add_removed(parser, {"selector-kind": "at equal minutes a lattice had no more AL than pairs"})
     head.add_argument("--mask-token-id", type=int, help="default: a reserved token of the target")
     head.add_argument(
         "--speculators",
@@ -290,12 +285,6 @@ def _check_effects(args) -> None:
         raise ConfigError(
             f"--share embedding has no effect: {method} reads the target's embedding anyway"
         )
-    if args.stage == "head" and args.selector_kind != "pairs":
-        without = "--no-selector" if args.method == "peagle" else method
-        if args.method != "peagle" or not args.selector:
-            raise ConfigError(
-                f"--selector-kind {args.selector_kind} has no effect: {without} trains no selector"
-            )
 
 
 def check(args) -> None:

@@ -145,12 +145,9 @@ def head_run(plan: "Plan", out: Path, length: Length, seed: int) -> RunConfig:
     return _run(plan, out, length, seed, optimizer="muon", rate=rate, weight_decay=0.1)
 
 
-def selector_rank(hidden_size: int, kind: str) -> int:
-    """Inner width of a selector of a head of this width; a lattice has a quarter, as the paper."""
-    if kind == "pairs":
-        return min(256, hidden_size)
-    quarter = min(256, hidden_size // 4)
-    return quarter if quarter < 32 else quarter // 32 * 32
+def selector_rank(hidden_size: int) -> int:
+    """Inner width of a selector of a head of this width."""
+    return min(256, hidden_size)
 
 
 def selector_run(plan: "Plan", out: Path, length: Length, seed: int) -> RunConfig:

@@ -2,13 +2,12 @@
 
 The loss is the cross entropy of the text's token among the candidates of a draft, given the text's
 token before it. A token that is not among the candidates has no loss: the selector cannot choose
-it. Pairs are trained on the deep drafts of all anchors. A lattice needs whole chains, of fewer
-anchors, and a draft has a loss while all before it are among their candidates.
+it. The deep drafts of all anchors are trained.
 """
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,7 @@ from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError
 from peagle_jax.method.draft_head import DraftHead, selector_class
 from peagle_jax.method.drafter import candidate_scores
-from peagle_jax.method.lattice import Lattice
 from peagle_jax.method.selector import CANDIDATES, Selector, walk
-from peagle_jax.method.selector import rows_of as rows_after
 from peagle_jax.models import Decoder
 from peagle_jax.training.acceptance import lengths
 from peagle_jax.training.drafter import all_rows
@@ -30,26 +27,20 @@ from peagle_jax.training.passes import (
     HeadOptions,
     Run,
     Text,
-    pick_anchors,
     run_target,
     slot_is_trained,
     text_rows,
     unembedding,
 )
 from peagle_jax.training.stored_text import batches, held_out, load_text, rows_of
-from peagle_jax.training.texts import Blocks, blocks_of
+from peagle_jax.training.texts import blocks_of
 from peagle_jax.training.trainer import Params, RunConfig, Task, cast, split_model
 
-_ANCHOR_OF = 8
-"""Slots of a text of which one is an anchor, for a lattice: a chain costs as much as the target's
-pass over eight tokens."""
 
-
-def with_selector(head: DraftHead, selector: Selector | Lattice, rank: int) -> DraftHead:
+def with_selector(head: DraftHead, selector: Selector, rank: int) -> DraftHead:
     """The head with a selector of this rank; the other weights are shared."""
     result = nnx.clone(head)
-    kind = "lattice" if isinstance(selector, Lattice) else "pairs"
-    result.config = replace(head.config, selector_rank=rank, selector_kind=kind)
+    result.config = replace(head.config, selector_rank=rank)
     result.selector = nnx.data(selector)
     return result
 
@@ -70,22 +61,19 @@ def _start(
     learning rate suits all. Edges start at zero.
     """
     before, after = (float(jnp.std(x.astype(jnp.float32))) for x in _tables(head, target))
-    units = dict.fromkeys(params, 1.0) | {"previous.weight": 1 / before, "token.weight": 1 / before}
-    if "previous.weight" in params:
-        keys = jax.random.split(jax.random.key(seed))
-        for name, key in zip(("previous.weight", "hidden.weight"), keys, strict=True):
-            shape = params[name].shape
-            params[name] = shape[1] ** -0.5 * jax.random.normal(key, shape, jnp.float32)
-        units["out.weight"] = 1 / after
-    return params, units
+    keys = jax.random.split(jax.random.key(seed))
+    for name, key in zip(("previous.weight", "hidden.weight"), keys, strict=True):
+        shape = params[name].shape
+        params[name] = shape[1] ** -0.5 * jax.random.normal(key, shape, jnp.float32)
+    units = {"previous.weight": 1 / before, "out.weight": 1 / after}
+    return params, dict.fromkeys(params, 1.0) | units
 
 
 class _Drafts(NamedTuple):
-    """R rows of the head over a batch: of deep drafts, or N chains of K drafts."""
+    """R rows of the head over a batch, of deep drafts."""
 
     ids: jax.Array  # [R, C] candidates, draft ids
     logits: jax.Array  # [R, C] float32
-    log_total: jax.Array  # [R] float32, log-sum-exp of all logits
     place: jax.Array  # [R] int32, the text's token among the candidates; -1: it is not
     hidden: jax.Array  # [R, D], normed
     before: jax.Array  # [R] int32, the text's token before
@@ -103,21 +91,6 @@ def _deep_rows(head: DraftHead, target: Decoder, text: Text, key, options: HeadO
     return _drafts(head, target, run, options, map(flat, (rows.out, rows.at, rows.importance)))
 
 
-def _chains(head: DraftHead, target: Decoder, text: Text, key, options: HeadOptions) -> _Drafts:
-    """All drafts of some anchors, as [N, K, ...]."""
-    run, valid = run_target(target, text, _taps(head, target)), slot_is_trained(text)
-    (B, S), depths = run.tokens.shape, options.num_depths
-    options = replace(options, anchors=max(1, S // _ANCHOR_OF))
-    picked = pick_anchors(run, valid, options, key)
-    rows = text_rows(head, target, run, valid, Blocks((B,) * depths), options, picked)
-    chains = lambda x: jnp.moveaxis(x.reshape(depths, -1, *x.shape[2:]), 0, 1)
-    flat = lambda x: chains(x).reshape(-1, *x.shape[2:])
-    found = _drafts(head, target, run, options, map(flat, (rows.out, rows.at, rows.importance)))
-    found = jax.tree.map(lambda x: x.reshape(-1, depths, *x.shape[1:]), found)
-    reached = jnp.cumprod(found.place >= 0, axis=1)
-    return found._replace(weight=found.weight * reached)
-
-
 def _drafts(head: DraftHead, target: Decoder, run: Run, options: HeadOptions, rows) -> _Drafts:
     """The candidates of rows: (out [R, D], at [R], importance [R])."""
     out, at, importance = rows
@@ -129,42 +102,32 @@ def _drafts(head: DraftHead, target: Decoder, run: Run, options: HeadOptions, ro
         best, ids = jax.lax.top_k(logits, min(CANDIDATES, logits.shape[-1]))
         is_wanted = head.to_target_ids(ids) == wanted[:, None]
         place = jnp.where(is_wanted.any(-1), jnp.argmax(is_wanted, -1), -1)
-        return ids, best, jax.nn.logsumexp(logits, axis=-1), place, head.norm(out)
+        return ids, best, place, head.norm(out)
 
     found = by_chunk(one, (out, following), options.loss_chunk)
     before = run.tokens.reshape(-1)[at]
-    return _Drafts(*found, before, jnp.where(found[3] >= 0, importance, 0.0))
+    return _Drafts(*found, before, jnp.where(found[2] >= 0, importance, 0.0))
 
 
 def _taps(head: DraftHead, target: Decoder) -> tuple[int, ...]:
     return head.config.taps or target.config.default_taps
 
 
-def _edges(selector: Selector | Lattice, head: DraftHead, tables, piece: _Drafts) -> jax.Array:
-    """Edges [..., C] of drafts from the text's token before each."""
-    embedding, columns = tables
-    if isinstance(selector, Selector):
-        before = embedding[piece.before][:, None]
-        return selector(before, piece.hidden, columns[piece.ids])[:, 0]
-    log_probs = piece.logits - piece.log_total[..., None]
-    edges = selector(embedding[head.to_target_ids(piece.ids)], piece.hidden, log_probs)
-    return rows_after(edges, jnp.maximum(piece.place, 0))
-
-
-def _scored(selector, head: DraftHead, tables, options: HeadOptions, drafts: _Drafts):
+def _scored(selector, tables, options: HeadOptions, drafts: _Drafts):
     """(loss, metrics) of drafts; see `trainer.Task`."""
+
+    embedding, columns = tables
 
     @jax.checkpoint
     def one(piece: _Drafts):
-        scores = piece.logits + _edges(selector, head, tables, piece)
+        before = embedding[piece.before][:, None]
+        scores = piece.logits + selector(before, piece.hidden, columns[piece.ids])[:, 0]
         at = jnp.maximum(piece.place, 0)[..., None]
         loss = -jnp.take_along_axis(jax.nn.log_softmax(scores), at, axis=-1)[..., 0]
         right = [jnp.argmax(x, -1) == piece.place for x in (scores, piece.logits)]
         return [x * piece.weight for x in (loss, *right)]
 
-    rows = drafts.place.size // len(drafts.place)  # of a draft or a chain
-    chunk = max(1, options.loss_chunk // rows)
-    loss, right, right_before = (x.sum() for x in by_chunk(one, drafts, chunk))
+    loss, right, right_before = (x.sum() for x in by_chunk(one, drafts, options.loss_chunk))
     count = drafts.weight.sum()
     return loss, (count, dict(accuracy=(right, count), head_accuracy=(right_before, count)))
 
@@ -195,14 +158,7 @@ def selected(head: DraftHead, target: Decoder, text: Text, options: HeadOptions)
     return jnp.moveaxis(match.reshape(B, S, -1), 1, 2) & by_depth(rows.used)
 
 
-def make_task(
-    head: DraftHead,
-    target: Decoder,
-    options: HeadOptions,
-    run: RunConfig,
-    rank: int,
-    kind: Literal["pairs", "lattice"] = "pairs",
-):
+def make_task(head: DraftHead, target: Decoder, options: HeadOptions, run: RunConfig, rank: int):
     """The task, and the function from trained weights to the head with a selector of this rank.
 
     Raises:
@@ -213,20 +169,19 @@ def make_task(
     load = partial(load_text, target.config, options.texts, taps=_taps(head, target))
     text, heldout = load("train"), load("heldout")
     pieces = held_out(heldout, options.batch, options.eval_sequences)
-    config = replace(head.config, selector_rank=rank, selector_kind=kind)
+    config = replace(head.config, selector_rank=rank)
     new = selector_class(config)(config, dtype=jnp.float32, rngs=nnx.Rngs(run.seed))
     params, merge = split_model(new)
     params, units = _start(params, head, target, run.seed)
-    drafts_of = _deep_rows if kind == "pairs" else _chains
     scaled = lambda params: {name: units[name] * leaf for name, leaf in params.items()}
     constants, merge_models = split_model(_Models(head, target))
 
     def loss(params, constants, text, key):
         models = merge_models(constants)
-        drafts = drafts_of(models.head, models.target, text, key, options)
+        drafts = _deep_rows(models.head, models.target, text, key, options)
         selector = merge(cast(scaled(params), options.dtype))
         tables = _tables(models.head, models.target)
-        return _scored(selector, models.head, tables, options, jax.lax.stop_gradient(drafts))
+        return _scored(selector, tables, options, jax.lax.stop_gradient(drafts))
 
     @jax.jit
     def evaluate_batch(params, constants, text):
@@ -234,9 +189,9 @@ def make_task(
             models = merge_models(constants)
             selector = merge(cast(scaled(params), options.dtype))
             trained = with_selector(models.head, selector, rank)
-            drafts = drafts_of(trained, models.target, text, jax.random.key(0), options)
+            drafts = _deep_rows(trained, models.target, text, jax.random.key(0), options)
             tables = _tables(trained, models.target)
-            loss, (count, _) = _scored(selector, trained, tables, options, drafts)
+            loss, (count, _) = _scored(selector, tables, options, drafts)
             return selected(trained, models.target, text, options), loss, count
 
     def evaluate(params):

@@ -23,11 +23,11 @@ def target():
     return target_config(GOLDEN / "qwen3")
 
 
-@pytest.fixture(scope="module", params=["pairs", "lattice"])
-def folder(request, target, tmp_path_factory):
+@pytest.fixture(scope="module")
+def folder(target, tmp_path_factory):
     """A golden head with a random selector."""
     head = load_head(GOLDEN / "peagle-qwen3", target, dtype="float32")
-    config = replace(head.config, selector_rank=RANK, selector_kind=request.param)
+    config = replace(head.config, selector_rank=RANK)
     selector = selector_class(config)(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
     selector = tiny.loud(selector, 1, vectors=True)
     made = tmp_path_factory.mktemp("selector")

@@ -124,9 +124,8 @@ def test_what_does_not_divide_is_refused_by_name(changes, count, message):
     assert f"{count} devices" in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["selector", "lattice"])
-def test_a_selector_is_whole_on_each_device(kind):
-    head = tiny.head(kind)
+def test_a_selector_is_whole_on_each_device():
+    head = tiny.head("selector")
     for path, leaf in nnx.to_flat_state(nnx.state(head.selector)):
         assert cut_of(head.config, ("selector", *path), leaf.shape, leaf.shape, 2) is None
 

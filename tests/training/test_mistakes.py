@@ -68,21 +68,9 @@ def test_two_runs_cannot_write_one_folder(folders, capsys):
         (f"{HEAD} --method dflash --draft-vocab 9", "--draft-vocab has no effect: --method dflash"),
         ("plan --preset gpt-9 --method dflash --share embedding", "--share has no effect: --meth"),
         (f"{HEAD} --method eagle3 --share embedding", "--share embedding has no effect: --method"),
-        (
-            f"{HEAD} --method dflash --selector-kind lattice",
-            "--selector-kind lattice has no effect: --method dflash trains no selector",
-        ),
-        (
-            f"{HEAD} --method eagle3 --selector-kind lattice",
-            "--selector-kind lattice has no effect: --method eagle3 trains no selector",
-        ),
         (f"{HEAD} --log-to wandb", "--log-to wandb needs wandb: pip install wandb"),
         (f"{HEAD} --init {{root}}/none", "--init {root}/none: no such folder"),
         (f"{HEAD} --init {{root}} --layers 2", "--layers has no effect: --init has the head's"),
-        (
-            f"{HEAD} --no-selector --selector-kind lattice",
-            "--selector-kind lattice has no effect: --no-selector trains no selector",
-        ),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(folders, capsys, line, message):
@@ -90,6 +78,11 @@ def test_a_mistake_is_one_line_and_nothing_is_written(folders, capsys, line, mes
     assert error.startswith(f"peagle-train: error: {message.format(**folders)}")
     assert error.count("\n") == 1
     assert not (folders["root"] / "new").exists()
+
+
+def test_a_removed_option_is_refused_with_the_reason(capsys):
+    error = refusal("head --selector-kind lattice", capsys)
+    assert error.startswith("peagle-train head: error: --selector-kind is removed: at equal minutes")
 
 
 @pytest.mark.parametrize("stage", REMOVED)
