@@ -127,13 +127,14 @@ def target_cost(config: TargetConfig, load: Load) -> Cost:
 def drafter_cost(config: DrafterConfig, load: Load) -> Cost:
     """All passes of a head for one round.
 
-    P-EAGLE is one pass over accepted + J rows; EAGLE-3 is J passes, the first over accepted + 1
-    rows.
+    P-EAGLE is one pass over accepted + J rows, a block drafter one over J + 1, which counts its
+    context's rows as the block's; EAGLE-3 is J passes, the first over accepted + 1 rows.
     """
     D, B, J = config.hidden_size, load.batch, load.num_draft
     item = _ITEMSIZE[load.dtype]
     layers = [config.attention(i) for i in range(config.num_layers)]
-    body = sum(_projections(layer, D if i else 2 * D, D) for i, layer in enumerate(layers))
+    first = 2 * D if config.block is None else D  # embedding and states side by side
+    body = sum(_projections(layer, D if i else first, D) for i, layer in enumerate(layers))
     body += config.num_layers * 3 * D * config.intermediate_size
     fc = config.num_taps * config.target_hidden_size * D
     head = config.draft_vocab_size * D
@@ -145,6 +146,8 @@ def drafter_cost(config: DrafterConfig, load: Load) -> Cost:
 
     if config.method == "peagle":
         return one(body + fc, B * (load.accepted + J), B * J)
+    if config.block is not None:
+        return one(body + fc, B * (J + 1), B * J)
     cost = one(body + fc, B * (load.accepted + 1), B)
     for _ in range(J - 1):
         cost += one(body, B, B)

@@ -62,6 +62,7 @@ def test_a_dense_layer_between_sparse_ones_is_read_whole():
         ("gpt-oss-20b", "peagle", 32, 0.820),
         ("qwen3-coder-30b-a3b-fp8", "peagle", 32, 0.493),
         ("qwen3-coder-30b-a3b-fp8", "eagle3", 1, 0.564),
+        ("qwen3-coder-30b-a3b-fp8", "dflash", 1, 0.373),
         ("llama-3.1-8b", "eagle3", 32, 1.463),
     ],
 )
