@@ -110,9 +110,7 @@ def test_plain_decoding_equals_recomputing_everything(engine_of, naive):
 
 @pytest.mark.sampled(1, slow=1)
 @pytest.mark.parametrize("num_draft", [5, 2, 7, 1])
-@pytest.mark.parametrize(
-    "method", ["peagle", "selector", "eagle3", "dflash", "dflash2", "dspark"]
-)
+@pytest.mark.parametrize("method", ["peagle", "selector", "eagle3", "dflash", "dflash2", "dspark"])
 def test_output_is_unchanged_by_a_random_head(engine_of, naive, method, num_draft):
     assert run(engine_of(method, num_draft)) == naive
 

@@ -41,7 +41,8 @@ def _synthesize(args) -> None:
     engine = answers.engine_of(
         args.target, dtype=dtype, concurrency=concurrency, length=2 * args.max_tokens
     )
-    count = synthesis.synthesize(engine, options, args.out)
+    target = answers.identity(args.target, dtype)
+    count = synthesis.synthesize(engine, options, args.out, target)
     print(f"{count} questions in {args.out / 'prompts.jsonl'}")
 
 

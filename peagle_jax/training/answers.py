@@ -145,7 +145,9 @@ def write(folder: Path, options: AnswerOptions, out: Path, *, dtype: str) -> Non
     rows = _rows(folder, options)
     split = _split(rows, options)
     out.mkdir(parents=True, exist_ok=True)
-    _claim(out / "request.json", options, rows, _identity(folder, dtype))
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
+    asked = asdict(options) | dict(prompts=digest, target=identity(folder, dtype))
+    claim(out, asked | dict(concurrency=None))
     if (out / "train.npz").exists():
         return
     sizes = dict(concurrency=options.concurrency, length=options.length)
@@ -162,7 +164,7 @@ def write(folder: Path, options: AnswerOptions, out: Path, *, dtype: str) -> Non
     _save(out / "train.npz", rows_of_texts, options.length)
 
 
-def _identity(folder: Path, dtype: str) -> list:
+def identity(folder: Path, dtype: str) -> list:
     """What tells a target from another: its dtype, its configuration, and its files of weights."""
     files = sorted(Path(folder).glob("*.safetensors"))
     config = (Path(folder) / "config.json").read_bytes()
@@ -170,14 +172,12 @@ def _identity(folder: Path, dtype: str) -> list:
     return [dtype, digest, [[file.name, file.stat().st_size] for file in files]]
 
 
-def _claim(path: Path, options: AnswerOptions, rows: list[chats.Row], target: list) -> None:
-    """Refuses a folder with the answers of another request or target."""
-    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
-    asked = asdict(options) | dict(prompts=digest, target=target, concurrency=None)
-    asked = json.dumps(asked, default=str)
+def claim(folder: Path, asked: dict) -> None:
+    """Notes what a folder's parts are of; refuses a folder with parts of another request."""
+    path, asked = folder / "request.json", json.dumps(asked, default=str)
     if path.exists() and path.read_text() != asked:
         raise ConfigError(
-            f"{path.parent} has answers of another model, or to other prompts or options; "
+            f"{folder} has texts of another model, or of other prompts or options; "
             "remove it or choose another --out"
         )
     write_whole(path, asked)
@@ -186,15 +186,17 @@ def _claim(path: Path, options: AnswerOptions, rows: list[chats.Row], target: li
 def _answered(
     engine: Engine, rows: list[chats.Row], options: AnswerOptions, folder: Path, bar: tqdm
 ) -> list[Written]:
-    """All texts of a split, in parts of several batches, which are stored as they are finished."""
+    """All texts of a split, in parts of several batches, which are stored as they are finished.
+
+    A part begins where the one before ended, so a run may go on with another concurrency.
+    """
     folder.mkdir(exist_ok=True)
     size, written = _BATCHES * options.concurrency, []
-    for start in range(0, len(rows), size):
-        path, part = folder / f"part-{start:07d}.npz", rows[start : start + size]
-        if not path.exists():
-            _write_part(engine, part, start, options, path, bar)
-        else:
-            bar.update(sum(row.is_open for row in part))
+    while (start := len(written)) < len(rows):
+        path = folder / f"part-{start:07d}.npz"
+        is_new = not path.exists()
+        if is_new:
+            _write_part(engine, rows[start : start + size], start, options, path, bar)
         with np.load(path) as file:
             cuts = np.cumsum(file["length"])[:-1]
             flat = (np.split(file[key], cuts) for key in ("tokens", "answer"))
@@ -202,6 +204,8 @@ def _answered(
                 Written(tokens, int(prompt), answer)
                 for tokens, answer, prompt in zip(*flat, file["prompt"], strict=True)
             ]
+        if not is_new:
+            bar.update(sum(row.is_open for row in rows[start : len(written)]))
     return written
 
 

@@ -7,7 +7,7 @@ No data set is needed (arXiv 2406.08464). Questions that share ten words in a ro
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from peagle_jax.engine.engine import Engine
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.text.prompts import prompt_of, read_rows
 from peagle_jax.text.tokenizer import Tokenizer
+from peagle_jax.training.answers import claim
 from peagle_jax.training.curves import write_whole
 
 _PLACE = "PLACEHOLDER7Q"
@@ -63,23 +64,32 @@ def excluded_grams(paths: tuple[Path, ...]) -> set[tuple[str, ...]]:
     return {gram for text in texts if isinstance(text, str) for gram in _grams(text)}
 
 
-def synthesize(engine: Engine, options: SynthesisOptions, out: Path) -> int:
+def synthesize(engine: Engine, options: SynthesisOptions, out: Path, target: list) -> int:
     """Writes `prompts.jsonl`, chats of one question each; returns their number.
 
-    Finished parts are kept, so a killed run goes on after the last one.
+    Finished parts are kept, so a killed run goes on after the last one, also with another
+    concurrency or for more questions.
+
+    Args:
+      target: `answers.identity` of the engine's.
+    Raises:
+      ConfigError: `out` has questions of another target or other options.
     """
     avoided = excluded_grams(options.exclude)
     prefix = engine.tokenizer.encode(user_turn(engine.tokenizer), special=False)
-    size, found = 4 * options.concurrency, {}
+    size, found, start = 4 * options.concurrency, {}, 0
     out.mkdir(parents=True, exist_ok=True)
+    claim(out, asdict(options) | dict(target=target, num=None, concurrency=None))
     with tqdm(total=options.num, unit="question", mininterval=1.0) as bar:
-        for start in range(0, options.num, size):
-            part, stop = out / f"part-{start:07d}.json", min(start + size, options.num)
+        while start < options.num:
+            part = out / f"part-{start:07d}.json"
             if not part.exists():
-                write_whole(part, json.dumps(_sampled(engine, prefix, range(start, stop), options)))
+                numbers = range(start, min(start + size, options.num))
+                write_whole(part, json.dumps(_sampled(engine, prefix, numbers, options)))
             texts = json.loads(part.read_text())
-            found |= dict.fromkeys(x for x in texts if is_allowed(x, avoided))
-            bar.update(stop - start)
+            found |= dict.fromkeys(x for x in texts if x and is_allowed(x, avoided))
+            bar.update(len(texts))
+            start += len(texts)
     rows = (dict(messages=[dict(role="user", content=text)]) for text in found)
     write_whole(out / "prompts.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return len(found)
@@ -87,12 +97,12 @@ def synthesize(engine: Engine, options: SynthesisOptions, out: Path) -> int:
 
 def _sampled(
     engine: Engine, prefix: list[int], numbers: range, options: SynthesisOptions
-) -> list[str]:
-    """The questions of these numbers that the model has ended."""
+) -> list[str | None]:
+    """The questions of these numbers; None where the model has not ended one."""
     given = dict(max_tokens=options.max_tokens, temperature=options.temperature)
     params = [SamplingParams(seed=question_seed(options.seed, i), **given) for i in numbers]
     done = engine.generate([prefix] * len(params), params)
-    return [one.text.strip() for one in done if one.finish_reason == "stop"]
+    return [one.text.strip() if one.finish_reason == "stop" else None for one in done]
 
 
 def question_seed(seed: int, number: int) -> int:

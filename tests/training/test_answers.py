@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from peagle_jax import EngineConfig, SamplingParams, load
 from peagle_jax.checkpoint import load_head, load_target
@@ -163,13 +164,51 @@ def test_questions_are_different_and_share_no_ten_words_with_an_evaluation(folde
         seed=0,
         exclude=(jsonl(tmp_path / "eval.jsonl", dict(prompt=f"so: {evaluated}")),),
     )
-    for _ in range(2):  # the second time nothing is left to do
-        assert synthesis.synthesize(Engine(), options, tmp_path / "out") == 1
+    out = tmp_path / "out"
+    for concurrency in (2, 1):  # the second time nothing is left to do
+        again = replace(options, concurrency=concurrency)
+        assert synthesis.synthesize(Engine(), again, out, ["target"]) == 1
     assert Engine.calls == 1
-    assert synthesis.synthesize(Engine(), replace(options, seed=1), tmp_path / "other") == 1
+    other = replace(options, seed=1)
+    with pytest.raises(ConfigError, match="remove it or choose another --out"):
+        synthesis.synthesize(Engine(), other, out, ["target"])
+    assert synthesis.synthesize(Engine(), other, tmp_path / "other", ["target"]) == 1
     assert len({one.seed for params in Engine.asked for one in params}) == 2 * len(texts)
     (row,) = map(json.loads, (tmp_path / "out" / "prompts.jsonl").read_text().splitlines())
     assert row == dict(messages=[dict(role="user", content="what is a good name?")])
+
+
+def test_a_killed_run_goes_on_with_another_concurrency_and_answers_each_prompt_once(tmp_path):
+    rows = [chats.Row((i,), (False,), True) for i in range(11)]
+    asked = []
+
+    class Engine:
+        def generate(self, prompts, params, on_update):
+            if len(asked) == 4:
+                asked.append("killed")
+                raise KeyboardInterrupt
+            asked.extend(prompts)
+            return [SimpleNamespace(tokens=[100 + prompt[0]]) for prompt in prompts]
+
+    options = answers.AnswerOptions(
+        prompts=(),
+        chat=None,
+        prompt_tokens=1,
+        length=8,
+        max_tokens=4,
+        num_heldout=1,
+        temperatures=(0.0,),
+        concurrency=1,
+        seed=0,
+    )
+    folder, bar = tmp_path / "train", tqdm(disable=True)
+    with pytest.raises(KeyboardInterrupt):
+        answers._answered(Engine(), rows, options, folder, bar)
+    for concurrency in (2, 1):
+        options = replace(options, concurrency=concurrency)
+        written = answers._answered(Engine(), rows, options, folder, bar)
+        assert [text.tokens.tolist() for text in written] == [[i, 100 + i] for i in range(11)]
+    assert asked == [[0], [1], [2], [3], "killed", *([i] for i in range(4, 11))]
 
 
 def test_a_template_without_a_users_turn_asks_nothing(tmp_path):
@@ -225,7 +264,7 @@ def test_prompts_become_a_head_that_is_lossless_and_a_killed_run_goes_on(
         np.testing.assert_array_equal(one, other)
     with pytest.raises(SystemExit):
         command.main([*line, "--max-tokens", "13"])
-    assert "answers of another model, or to other prompts or options" in capsys.readouterr().err
+    assert "texts of another model, or of other prompts or options" in capsys.readouterr().err
 
 
 def test_a_plan_needs_no_weights(capsys):

@@ -82,7 +82,9 @@ def test_a_mistake_is_one_line_and_nothing_is_written(folders, capsys, line, mes
 
 def test_a_removed_option_is_refused_with_the_reason(capsys):
     error = refusal("head --selector-kind lattice", capsys)
-    assert error.startswith("peagle-train head: error: --selector-kind is removed: at equal minutes")
+    assert error.startswith(
+        "peagle-train head: error: --selector-kind is removed: at equal minutes"
+    )
 
 
 @pytest.mark.parametrize("stage", REMOVED)
