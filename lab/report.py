@@ -249,14 +249,13 @@ def _lines(table: dict, some: list[dict]) -> str:
 
 
 def _grid(table: dict, some: list[dict]) -> str:
-    field = table.get("across", "concurrency")
-    across = sorted({row[field] for row in some})
+    across = sorted({row["concurrency"] for row in some})
     cells: dict[str, dict[int, str]] = {}
     for line, text in table["lines"]:
         for row in some:
             facts = Facts([row])
             if found := text_of(text, facts):
-                cells.setdefault(text_of(line, facts), {})[row[field]] = found
+                cells.setdefault(text_of(line, facts), {})[row["concurrency"]] = found
     header = [table["corner"], *map(str, across)]
     return markdown(
         header, [[line, *(own.get(one, "") for one in across)] for line, own in cells.items()]

@@ -127,8 +127,9 @@ def target_cost(config: TargetConfig, load: Load) -> Cost:
 def drafter_cost(config: DrafterConfig, load: Load) -> Cost:
     """All passes of a head for one round.
 
-    P-EAGLE is one pass over accepted + J rows, a block drafter one over J + 1, which counts its
-    context's rows as the block's; EAGLE-3 is J passes, the first over accepted + 1 rows.
+    P-EAGLE is one pass over accepted + J rows, EAGLE-3 is J passes, the first over accepted + 1
+    rows. A block drafter is one pass over J + 1 rows; its layers' products over the accepted + 1
+    rows of context are left out, so its floor is a little low.
     """
     D, B, J = config.hidden_size, load.batch, load.num_draft
     item = _ITEMSIZE[load.dtype]
@@ -147,7 +148,9 @@ def drafter_cost(config: DrafterConfig, load: Load) -> Cost:
     if config.method == "peagle":
         return one(body + fc, B * (load.accepted + J), B * J)
     if config.block is not None:
-        return one(body + fc, B * (J + 1), B * J)
+        return one(body, B * (J + 1), B * J) + Cost(
+            ((item * fc, 2 * B * (load.accepted + 1) * fc),)
+        )
     cost = one(body + fc, B * (load.accepted + 1), B)
     for _ in range(J - 1):
         cost += one(body, B, B)

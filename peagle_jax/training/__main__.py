@@ -38,11 +38,11 @@ def _synthesize(args) -> None:
         concurrency=concurrency,
         seed=args.seed,
     )
+    synthesis.claim_folder(args.out, options, answers.identity(args.target, dtype))
     engine = answers.engine_of(
         args.target, dtype=dtype, concurrency=concurrency, length=2 * args.max_tokens
     )
-    target = answers.identity(args.target, dtype)
-    count = synthesis.synthesize(engine, options, args.out, target)
+    count = synthesis.synthesize(engine, options, args.out)
     print(f"{count} questions in {args.out / 'prompts.jsonl'}")
 
 

@@ -144,7 +144,6 @@ def write(folder: Path, options: AnswerOptions, out: Path, *, dtype: str) -> Non
     """
     rows = _rows(folder, options)
     split = _split(rows, options)
-    out.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     asked = asdict(options) | dict(prompts=digest, target=identity(folder, dtype))
     claim(out, asked | dict(concurrency=None))
@@ -174,8 +173,10 @@ def identity(folder: Path, dtype: str) -> list:
 
 def claim(folder: Path, asked: dict) -> None:
     """Notes what a folder's parts are of; refuses a folder with parts of another request."""
+    folder.mkdir(parents=True, exist_ok=True)
     path, asked = folder / "request.json", json.dumps(asked, default=str)
-    if path.exists() and path.read_text() != asked:
+    before = path.read_text() if path.exists() else None
+    if before != asked and (before is not None or any(folder.glob("part-*"))):
         raise ConfigError(
             f"{folder} has texts of another model, or of other prompts or options; "
             "remove it or choose another --out"
@@ -210,18 +211,18 @@ def _answered(
 
 
 def _write_part(engine, rows, start: int, options: AnswerOptions, path: Path, bar: tqdm) -> None:
-    asked = [row for row in rows if row.is_open]
+    asked = [(start + i, row) for i, row in enumerate(rows) if row.is_open]
     cycle = (0.0,) if path.parent.name == "heldout" else options.temperatures
     params = [
         SamplingParams(
             max_tokens=min(options.max_tokens, options.length - len(row.tokens)),
-            temperature=cycle[(start + i) % len(cycle)],
-            seed=options.seed + start + i,
+            temperature=cycle[number % len(cycle)],
+            seed=options.seed + number,
         )
-        for i, row in enumerate(asked)
+        for number, row in asked
     ]
     count = lambda request, _: bar.update(request.is_finished)
-    done = iter(engine.generate([list(row.tokens) for row in asked], params, on_update=count))
+    done = iter(engine.generate([list(row.tokens) for _, row in asked], params, on_update=count))
     texts = []
     for row in rows:
         added = without_loop(next(done).tokens) if row.is_open else []

@@ -16,7 +16,7 @@ from flax import nnx
 
 from pallas_kernels import dispatch
 from peagle_jax.config import ConfigError
-from peagle_jax.method.draft_head import DraftHead, selector_class
+from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.drafter import candidate_scores
 from peagle_jax.method.selector import CANDIDATES, Selector, walk
 from peagle_jax.models import Decoder
@@ -25,7 +25,6 @@ from peagle_jax.training.drafter import all_rows
 from peagle_jax.training.objective import by_chunk
 from peagle_jax.training.passes import (
     HeadOptions,
-    Run,
     Text,
     run_target,
     slot_is_trained,
@@ -88,12 +87,7 @@ def _deep_rows(head: DraftHead, target: Decoder, text: Text, key, options: HeadO
     rows = text_rows(head, target, run, slot_is_trained(text), blocks, options)
     deep = len(text.tokens)  # rows of depth 0, before these, see the token before them
     flat = lambda x: x[deep:].reshape(-1, *x.shape[2:])
-    return _drafts(head, target, run, options, map(flat, (rows.out, rows.at, rows.importance)))
-
-
-def _drafts(head: DraftHead, target: Decoder, run: Run, options: HeadOptions, rows) -> _Drafts:
-    """The candidates of rows: (out [R, D], at [R], importance [R])."""
-    out, at, importance = rows
+    out, at, importance = map(flat, (rows.out, rows.at, rows.importance))
     following = jnp.pad(run.tokens[:, 1:], ((0, 0), (0, 1))).reshape(-1)[at]
 
     def one(piece):
@@ -115,7 +109,6 @@ def _taps(head: DraftHead, target: Decoder) -> tuple[int, ...]:
 
 def _scored(selector, tables, options: HeadOptions, drafts: _Drafts):
     """(loss, metrics) of drafts; see `trainer.Task`."""
-
     embedding, columns = tables
 
     @jax.checkpoint
@@ -170,7 +163,7 @@ def make_task(head: DraftHead, target: Decoder, options: HeadOptions, run: RunCo
     text, heldout = load("train"), load("heldout")
     pieces = held_out(heldout, options.batch, options.eval_sequences)
     config = replace(head.config, selector_rank=rank)
-    new = selector_class(config)(config, dtype=jnp.float32, rngs=nnx.Rngs(run.seed))
+    new = Selector(config, dtype=jnp.float32, rngs=nnx.Rngs(run.seed))
     params, merge = split_model(new)
     params, units = _start(params, head, target, run.seed)
     scaled = lambda params: {name: units[name] * leaf for name, leaf in params.items()}

@@ -64,29 +64,32 @@ def excluded_grams(paths: tuple[Path, ...]) -> set[tuple[str, ...]]:
     return {gram for text in texts if isinstance(text, str) for gram in _grams(text)}
 
 
-def synthesize(engine: Engine, options: SynthesisOptions, out: Path, target: list) -> int:
-    """Writes `prompts.jsonl`, chats of one question each; returns their number.
+def claim_folder(out: Path, options: SynthesisOptions, target: list) -> None:
+    """Notes whose questions `out` has; target is its `answers.identity`.
 
-    Finished parts are kept, so a killed run goes on after the last one, also with another
-    concurrency or for more questions.
-
-    Args:
-      target: `answers.identity` of the engine's.
     Raises:
       ConfigError: `out` has questions of another target or other options.
+    """
+    free = dict(num=None, concurrency=None, exclude=None)  # which parts do not depend on
+    claim(out, asdict(options) | free | dict(target=target))
+
+
+def synthesize(engine: Engine, options: SynthesisOptions, out: Path) -> int:
+    """Writes `prompts.jsonl` to a claimed folder, chats of one question each; returns their number.
+
+    Finished parts are kept, so a killed run goes on after the last one, also with another
+    concurrency or number of questions.
     """
     avoided = excluded_grams(options.exclude)
     prefix = engine.tokenizer.encode(user_turn(engine.tokenizer), special=False)
     size, found, start = 4 * options.concurrency, {}, 0
-    out.mkdir(parents=True, exist_ok=True)
-    claim(out, asdict(options) | dict(target=target, num=None, concurrency=None))
     with tqdm(total=options.num, unit="question", mininterval=1.0) as bar:
         while start < options.num:
             part = out / f"part-{start:07d}.json"
             if not part.exists():
                 numbers = range(start, min(start + size, options.num))
                 write_whole(part, json.dumps(_sampled(engine, prefix, numbers, options)))
-            texts = json.loads(part.read_text())
+            texts = json.loads(part.read_text())[: options.num - start]
             found |= dict.fromkeys(x for x in texts if x and is_allowed(x, avoided))
             bar.update(len(texts))
             start += len(texts)

@@ -229,6 +229,7 @@ REFUSED = [
     ("peagle-pruned", with_tensor("d2t", lambda t: t["d2t"] - 200), "ascending"),
     ("peagle-1", with_tensor("d2t", lambda t: np.arange(256)[::-1].copy()), "ascending"),
     ("eagle3", without("lm_head.weight"), "no lm_head"),
+    ("peagle-1", config_with(selector_kind="lattice"), "selector_kind 'lattice' is not supported"),
     (
         "eagle3",
         config_with(speculators_model_type="dflash"),

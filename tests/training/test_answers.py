@@ -165,29 +165,74 @@ def test_questions_are_different_and_share_no_ten_words_with_an_evaluation(folde
         exclude=(jsonl(tmp_path / "eval.jsonl", dict(prompt=f"so: {evaluated}")),),
     )
     out = tmp_path / "out"
-    for concurrency in (2, 1):  # the second time nothing is left to do
-        again = replace(options, concurrency=concurrency)
-        assert synthesis.synthesize(Engine(), again, out, ["target"]) == 1
+    for folder in (out, tmp_path / "other"):
+        synthesis.claim_folder(folder, options, ["target"])
+    for _ in range(2):  # the second time nothing is left to do
+        assert synthesis.synthesize(Engine(), options, out) == 1
     assert Engine.calls == 1
-    other = replace(options, seed=1)
-    with pytest.raises(ConfigError, match="remove it or choose another --out"):
-        synthesis.synthesize(Engine(), other, out, ["target"])
-    assert synthesis.synthesize(Engine(), other, tmp_path / "other", ["target"]) == 1
+    assert synthesis.synthesize(Engine(), replace(options, seed=1), tmp_path / "other") == 1
     assert len({one.seed for params in Engine.asked for one in params}) == 2 * len(texts)
     (row,) = map(json.loads, (tmp_path / "out" / "prompts.jsonl").read_text().splitlines())
     assert row == dict(messages=[dict(role="user", content="what is a good name?")])
 
 
+def test_questions_go_on_with_another_concurrency_and_number(folder, tmp_path):
+    asked, limit = [], 4
+
+    class Engine:
+        tokenizer = Tokenizer(folder)
+
+        def generate(self, prompts, params):
+            if len(asked) == limit:
+                raise KeyboardInterrupt
+            asked.extend(one.seed for one in params)
+            ends = ["length" if i == 1 else "stop" for i in range(len(params))]
+            questions = (f"what about number {one.seed}?" for one in params)
+            return [
+                SimpleNamespace(text=text, finish_reason=end)
+                for text, end in zip(questions, ends, strict=True)
+            ]
+
+    options = synthesis.SynthesisOptions(
+        num=9, max_tokens=9, temperature=1.0, concurrency=1, seed=0, exclude=()
+    )
+    out = tmp_path / "out"
+    synthesis.claim_folder(out, options, ["target"])
+    with pytest.raises(KeyboardInterrupt):
+        synthesis.synthesize(Engine(), options, out)
+    limit = None
+    for number, concurrency in ((9, 2), (14, 1), (6, 3)):
+        changed = replace(options, num=number, concurrency=concurrency)
+        synthesis.claim_folder(out, changed, ["target"])
+        synthesis.synthesize(Engine(), changed, out)
+        rows = (out / "prompts.jsonl").read_text().splitlines()
+        found = [json.loads(row)["messages"][0]["content"] for row in rows]
+        wanted = [synthesis.question_seed(0, i) for i in range(number)]
+        never_ended = {1, 5, 10}  # the second of each part
+        kept = [seed for i, seed in enumerate(wanted) if i not in never_ended]
+        assert found == [f"what about number {seed}?" for seed in kept]
+    assert asked == [synthesis.question_seed(0, i) for i in range(14)]
+    for target, other in ((["another"], options), (["target"], replace(options, seed=1))):
+        with pytest.raises(ConfigError, match="remove it or choose another --out"):
+            synthesis.claim_folder(out, other, target)
+    (out / "request.json").unlink()  # parts of an unknown request
+    with pytest.raises(ConfigError, match="remove it or choose another --out"):
+        synthesis.claim_folder(out, options, ["target"])
+
+
 def test_a_killed_run_goes_on_with_another_concurrency_and_answers_each_prompt_once(tmp_path):
-    rows = [chats.Row((i,), (False,), True) for i in range(11)]
+    rows = [chats.Row((i,), (i in (2, 6),), i not in (2, 6)) for i in range(11)]
     asked = []
 
     class Engine:
         def generate(self, prompts, params, on_update):
-            if len(asked) == 4:
+            if len(asked) == 3:
                 asked.append("killed")
                 raise KeyboardInterrupt
-            asked.extend(prompts)
+            asked.extend(
+                (*prompt, one.seed, one.temperature)
+                for prompt, one in zip(prompts, params, strict=True)
+            )
             return [SimpleNamespace(tokens=[100 + prompt[0]]) for prompt in prompts]
 
     options = answers.AnswerOptions(
@@ -197,7 +242,7 @@ def test_a_killed_run_goes_on_with_another_concurrency_and_answers_each_prompt_o
         length=8,
         max_tokens=4,
         num_heldout=1,
-        temperatures=(0.0,),
+        temperatures=(0.0, 1.0),
         concurrency=1,
         seed=0,
     )
@@ -207,8 +252,10 @@ def test_a_killed_run_goes_on_with_another_concurrency_and_answers_each_prompt_o
     for concurrency in (2, 1):
         options = replace(options, concurrency=concurrency)
         written = answers._answered(Engine(), rows, options, folder, bar)
-        assert [text.tokens.tolist() for text in written] == [[i, 100 + i] for i in range(11)]
-    assert asked == [[0], [1], [2], [3], "killed", *([i] for i in range(4, 11))]
+        texts = [[i] if i in (2, 6) else [i, 100 + i] for i in range(11)]
+        assert [text.tokens.tolist() for text in written] == texts
+    each = [(i, i, i % 2) for i in range(11) if i not in (2, 6)]  # prompt, seed, temperature
+    assert asked == [*each[:3], "killed", *each[3:]]
 
 
 def test_a_template_without_a_users_turn_asks_nothing(tmp_path):
