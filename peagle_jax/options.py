@@ -241,7 +241,7 @@ def check(one: Option, value: object) -> None:
         check_choice(one.name, value, one.choices)
     for rule in (*_RULES_OF_KIND.get(one.kind, ()), *one.rules):
         if not rule.holds(value):
-            shown = repr(value)
+            shown = repr(list(value) if isinstance(value, tuple) else value)  # as users write it
             shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
             text = f"{shown} must be {rule.text}"
             raise ConfigError(f"{one.name}={text}", field=one.name, rule=text)

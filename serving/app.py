@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 
 from peagle_jax.cli.model_folders import embedded
-from peagle_jax.config import ConfigError
+from peagle_jax.config import ConfigError, EngineConfig
 from peagle_jax.options import options_of
 from peagle_jax.text.tokenizer import Tokenizer
 from serving.access import RESERVE, Access
@@ -72,8 +72,9 @@ def _tokenizer(settings: Settings) -> Tokenizer | None:
 
 def _limits(settings: Settings) -> Limits:
     given = {name: getattr(settings, name) for name in options_of(Limits)}
+    slots = settings.max_num_seqs or EngineConfig.max_num_seqs
     # More sequences than slots and places of the queue could never be accepted.
-    given["max_n"] = min(settings.max_n, settings.max_num_seqs + settings.max_waiting)
+    given["max_n"] = min(settings.max_n, slots + settings.max_waiting)
     return Limits(**given)
 
 

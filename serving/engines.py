@@ -6,6 +6,7 @@ import itertools
 import secrets
 from dataclasses import replace
 
+from pallas_kernels import dispatch
 from peagle_jax import Engine, EngineConfig
 from peagle_jax.cli import runs
 from peagle_jax.cli.loading import load_weights
@@ -14,7 +15,7 @@ from peagle_jax.method.draft_head import DraftHead
 from peagle_jax.method.own_drafters import load_own, own_config
 from peagle_jax.models import Decoder
 from peagle_jax.models.weight_order import tile_columns
-from serving.settings import Settings, engine_config, num_bytes
+from serving.settings import GPU_SLOTS, Settings, engine_config, num_bytes
 
 
 def make_engine(settings: Settings) -> Engine:
@@ -42,6 +43,8 @@ def make_engine(settings: Settings) -> Engine:
 def sized_config(settings: Settings) -> EngineConfig:
     """The engine's config on this device, without the pages of `kv_cache_memory`."""
     config = engine_config(settings, runs.choose_dtype(settings.dtype))
+    if settings.max_num_seqs is None and dispatch.platform() == "cuda":
+        config = replace(config, max_num_seqs=GPU_SLOTS)
     names = "prefill_chunk", "prefill_rows", "small_prefills"
     return runs.with_prefill_sizes(config, **{name: getattr(settings, name) for name in names})
 

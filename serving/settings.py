@@ -51,6 +51,9 @@ _PORT = Rule("a port or 0", lambda port: 0 <= port < 65536)
 _PORT_OR_NONE = Rule("a port, 0 or -1", lambda port: -1 <= port < 65536)
 _MORE_SECONDS = Rule("above 0", lambda seconds: 0 < seconds < float("inf"))
 
+GPU_SLOTS = 64
+"""Requests decoding at once on a GPU, where reading the weights takes most of a round."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Limits, ModelOptions):
@@ -66,6 +69,13 @@ class Settings(Limits, ModelOptions):
         "model name in requests and metrics (default: the folder's name, or the hub id)",
         NOT_EMPTY,
         metavar="NAME",
+    )
+    max_num_seqs: int | None = option(
+        None,
+        "most requests decoding at once (default: "
+        f"{EngineConfig.max_num_seqs}, on GPUs {GPU_SLOTS})",
+        at_least(1),
+        metavar="N",
     )
     max_waiting: int = option(
         1024, "places of the queue, beside free slots; more requests are refused", metavar="N"

@@ -30,6 +30,13 @@ def test_every_size_reaches_the_engine():
     assert engine.tokenizer is not None
 
 
+def test_a_gpu_decodes_more_requests_at_once_unless_the_settings_say_otherwise(monkeypatch):
+    slots = lambda **given: sized_config(Settings(dtype="bfloat16", **given)).max_num_seqs
+    assert slots() == EngineConfig().max_num_seqs
+    monkeypatch.setattr(runs.dispatch, "platform", lambda: "cuda")
+    assert (slots(), slots(max_num_seqs=2)) == (64, 2)
+
+
 @pytest.mark.slow
 def test_gpus_prefill_larger_chunks_unless_the_settings_say_otherwise(monkeypatch):
     config = EngineConfig(max_num_seqs=2, max_model_len=256)

@@ -58,7 +58,7 @@ def test_every_option_exists_in_all_three_places(file):
     special |= dict(kv_cache_memory="1GiB", kv_cache_dtype="fp8", gather="library", adaptive="off")
     special |= dict(log_level="debug", unknown_fields="refuse", reply_format="none", page=False)
     special |= dict(reflection=True, no_cache=True, prefix_caching=False, prompt_logprobs=True)
-    special |= dict(saved_rings=5, prefill_chunk=77, prefill_rows=3)
+    special |= dict(saved_rings=5, prefill_chunk=77, prefill_rows=3, max_num_seqs=9)
     special |= dict(allowed_origins="http://a:1")
     special |= dict(max_connections=7, max_connections_per_address=3, small_prefills=True)
     special |= dict(selector=False, draft_sampling="sample", verify_method="block")
