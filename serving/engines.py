@@ -6,7 +6,6 @@ import itertools
 import secrets
 from dataclasses import replace
 
-from pallas_kernels import dispatch
 from peagle_jax import Engine, EngineConfig
 from peagle_jax.cli import runs
 from peagle_jax.cli.loading import load_weights
@@ -43,7 +42,7 @@ def make_engine(settings: Settings) -> Engine:
 def sized_config(settings: Settings) -> EngineConfig:
     """The engine's config on this device, without the pages of `kv_cache_memory`."""
     config = engine_config(settings, runs.choose_dtype(settings.dtype))
-    if settings.max_num_seqs is None and dispatch.platform() == "cuda":
+    if settings.max_num_seqs is None and runs.on_gpu():
         config = replace(config, max_num_seqs=GPU_SLOTS)
     names = "prefill_chunk", "prefill_rows", "small_prefills"
     return runs.with_prefill_sizes(config, **{name: getattr(settings, name) for name in names})

@@ -64,13 +64,17 @@ def choose_dtype(requested: str) -> str:
     return "bfloat16" if platform in ("cuda", "rocm", "oneapi", "gpu", "tpu") else "float32"
 
 
+def on_gpu() -> bool:
+    return dispatch.platform() == "cuda"
+
+
 def prefill_sizes(config: EngineConfig) -> dict[str, int | bool]:
     """Fields of `config` with which a server on this device prefills, where nothing else is asked
     for.
 
     A GPU reads all weights for a call of 128 tokens, as for one of 512 or more.
     """
-    if dispatch.platform() != "cuda":
+    if not on_gpu():
         return {}
     chunk, rows = min(512, config.max_model_len), min(4, config.max_num_seqs)
     return dict(prefill_chunk=chunk, prefill_rows=rows, small_prefills=True)
@@ -184,7 +188,7 @@ def run(
 def compiles_in_children() -> bool:
     """Whether programs compile in child processes: on GPUs. A CPU compiles small programs on the
     cores that also serve."""
-    return dispatch.platform() == "cuda"
+    return on_gpu()
 
 
 def compile_missing(
