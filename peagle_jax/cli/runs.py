@@ -65,6 +65,7 @@ def choose_dtype(requested: str) -> str:
 
 
 def on_gpu() -> bool:
+    """Whether programs run on an NVIDIA GPU."""
     return dispatch.platform() == "cuda"
 
 
