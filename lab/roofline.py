@@ -128,8 +128,8 @@ def drafter_cost(config: DrafterConfig, load: Load) -> Cost:
     """All passes of a head for one round.
 
     P-EAGLE is one pass over accepted + J rows, EAGLE-3 is J passes, the first over accepted + 1
-    rows. A block drafter is one pass over J + 1 rows; its layers' products over the accepted + 1
-    rows of context are left out, so its floor is a little low.
+    rows. A block drafter is one pass over the rows of its block; its layers' products over the
+    accepted + 1 rows of context are left out, so its floor is a little low.
     """
     D, B, J = config.hidden_size, load.batch, load.num_draft
     item = _ITEMSIZE[load.dtype]
@@ -148,7 +148,7 @@ def drafter_cost(config: DrafterConfig, load: Load) -> Cost:
     if config.method == "peagle":
         return one(body + fc, B * (load.accepted + J), B * J)
     if config.block is not None:
-        return one(body, B * (J + 1), B * J) + Cost(
+        return one(body, B * config.block_rows(J), B * J) + Cost(
             ((item * fc, 2 * B * (load.accepted + 1) * fc),)
         )
     cost = one(body + fc, B * (load.accepted + 1), B)

@@ -189,8 +189,8 @@ class BlockConfig:
 
     Args:
       causal: of each layer, whether a row of the block sees only the rows before it.
-      drafts_from_newest: the row of the newest token predicts the first draft, and K-1 masks follow
-        it; False: K masks follow, and that row predicts nothing.
+      drafts_from_newest: the row of the newest token predicts the first draft; False: the masks
+        alone predict.
       conv_taps, conv_group: rows that a convolution reads, and channels that share one of its
         predicted numbers (DFlash2); 0: none.
       markov_rank: inner width of the bias by the draft before (DSpark); 0: none.
@@ -284,6 +284,17 @@ class DrafterConfig:
                 "the selector of a block drafter goes with neither a Markov head nor a pruned "
                 "draft vocabulary"
             )
+
+    def block_rows(self, num_draft: int) -> int:
+        """T, rows of a block that yields `num_draft` drafts: the newest token and masks. 0: the
+        head drafts no blocks.
+
+        Rows that see each other are as many as in training: with fewer, all draft worse.
+        """
+        if self.block is None:
+            return 0
+        trained = 0 if all(self.block.causal) else self.trained_num_draft or 0
+        return max(num_draft, trained) + (not self.block.drafts_from_newest)
 
     def window(self, layer: int) -> int | None:
         """Sliding window of draft layer `layer` in tokens; None is full attention."""
@@ -389,7 +400,7 @@ class EngineConfig(EngineOptions):
         differ fails.
       greedy_rounds: compile rounds without branches too, for batches of greedy requests; None: see
         `greedy_shapes`.
-      drafts_blocks: the drafter is one of blocks; the engine sets it.
+      block_rows: of a block drafter, rows of a block; the engine sets it.
       rounds_per_call: rounds that one call of such a batch runs; None: see
         `round_shapes.rounds_per_call`.
       dtype: of weights and activations.
@@ -409,7 +420,7 @@ class EngineConfig(EngineOptions):
     max_waiting: int = 4096
     check_replicas: bool = False
     greedy_rounds: bool | None = None
-    drafts_blocks: bool = False
+    block_rows: int = 0
     rounds_per_call: int | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     programs_folder: Path | None = None
@@ -455,8 +466,9 @@ class EngineConfig(EngineOptions):
     @property
     def lookahead(self) -> int:
         """Number of positions past the committed length that a round may write: the drafter's 2J
-        rows, or the J+1 real rows of a block drafter and J+1 of its block."""
-        return max(1, 2 * (self.num_draft + self.drafts_blocks))
+        rows, or the J+1 real rows of a block drafter and those of its block."""
+        J = self.num_draft
+        return J + 1 + self.block_rows if self.block_rows else max(1, 2 * J)
 
     @property
     def pages_per_seq(self) -> int:

@@ -29,7 +29,9 @@ CONFIG = EngineConfig(
 @pytest.fixture(scope="module", params=["peagle", "eagle3", "dflash"])
 def rig(request) -> Rig:
     text = np.random.default_rng(2).integers(2, tiny.TARGET.vocab_size, (B, LENGTH))
-    drafter = make_drafter(tiny.head(request.param), J, "sample")
+    # A block has more rows than drafts are asked for.
+    trained = dict(trained_num_draft=J + 2) if request.param == "dflash" else {}
+    drafter = make_drafter(tiny.head(request.param, **trained), J, "sample")
     return Rig(tiny.target(), drafter, CONFIG, text)
 
 
@@ -71,7 +73,6 @@ def test_drafts_after_rounds_of_any_k_equal_those_of_a_fresh_run(rig, prefilled)
         length = np.asarray(state.length)[:B]
         assert output.packed.shape == (B, K + 2)
         assert ((length - before >= 1) & (length - before <= K + 1)).all()
-        # A block drafter's drafts depend on their number.
         fresh, _ = rig.prefill(rig.new_state(), 0, length, num_draft=K)
         for slot in range(B):
             got, want = (rows_of(s.drafter_cache, rig, slot, length[slot]) for s in (state, fresh))
@@ -79,6 +80,17 @@ def test_drafts_after_rounds_of_any_k_equal_those_of_a_fresh_run(rig, prefilled)
         assert np.array_equal(state.drafts[:B, :K], fresh.drafts[:B, :K])
         assert np.array_equal(output.drafts, state.drafts[:B, :K]), "not what the host reads"
         np.testing.assert_allclose(state.draft_probs[:B, :K], fresh.draft_probs[:B, :K], atol=2e-5)
+
+
+@pytest.mark.parametrize(("method", "trained"), [("dflash", J), ("dflash2", J), ("dspark", J + 2)])
+def test_fewer_drafts_are_the_first_ones_of_a_trained_block(method, trained):
+    text = np.random.default_rng(2).integers(2, tiny.TARGET.vocab_size, (B, LENGTH))
+    drafter = make_drafter(tiny.head(method, trained_num_draft=trained), J, "argmax")
+    config = replace(CONFIG, draft_sampling="argmax")
+    rig = Rig(tiny.target(), drafter, config, text)
+    drafts = lambda K: rig.prefill(rig.new_state(), 0, PROMPTS, num_draft=K)[0].drafts[:B, :K]
+    assert np.array_equal(drafts(1), drafts(J)[:, :1])
+    assert np.array_equal(drafts(2), drafts(J)[:, :2])
 
 
 @pytest.mark.sampled(0, slow=1)

@@ -68,6 +68,7 @@ METHODS = {
         block=BlockConfig(causal=(False, True), conv_taps=2, conv_group=8),
         selector_rank=8,
         sliding_windows=(9, 5),
+        trained_num_draft=8,
     ),
     "dspark": _BLOCK
     | dict(

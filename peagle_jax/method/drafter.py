@@ -309,16 +309,17 @@ class BlockDrafter:
     def propose(self, target, inputs: DraftInputs, cache: list[LayerCache]):
         """Example: K = 3 and num_real = 2 give the block [x_c, mask, mask, mask] at positions c ..
         c+3, c = start + 2; the row at c+i predicts x_{c+i}. A head that drafts from the newest
-        token has the block [x_c, mask, mask], whose row at c+i predicts x_{c+i+1}."""
+        token has the block [x_c, mask, mask], whose row at c+i predicts x_{c+i+1}. More masks
+        follow if the head was trained with more, see `DrafterConfig.block_rows`."""
         head, K = self.head, self.num_draft
         last = jnp.maximum(inputs.num_real[:, None] - 1, 0)
         newest = jnp.take_along_axis(inputs.tokens, last, axis=1)  # [B, 1]
-        masks = jnp.full((len(newest), K), head.config.mask_token_id, jnp.int32)
+        T, first = head.config.block_rows(K), int(not head.config.block.drafts_from_newest)
+        masks = jnp.full((len(newest), T - 1), head.config.mask_token_id, jnp.int32)
         tokens = jnp.concatenate([newest, masks], axis=1)
-        tokens = tokens[:, :K] if head.config.block.drafts_from_newest else tokens
-        attend = PagedBlocks(inputs, tokens.shape[1])
+        attend = PagedBlocks(inputs, T)
         out, cache = head(target, tokens, head.context(inputs.taps), cache, attend)
-        out = out[:, -K:]
+        out = out[:, first : first + K]
         logits = head.logits(target, out)
         positions = inputs.start[:, None] + last + 2 + jnp.arange(K)
         if self.selects:

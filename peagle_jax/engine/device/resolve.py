@@ -36,12 +36,12 @@ def resolve_config(
     Raises:
       ConfigError: what is asked for does not fit the models or the memory of the devices.
     """
-    is_plain = drafter is None
+    is_plain, is_head = drafter is None, isinstance(drafter, DrafterConfig)
     sizes = replace(
         config,
         num_draft=0 if is_plain else config.num_draft,
         adaptive="off" if is_plain else config.adaptive,
-        drafts_blocks=not is_plain and drafter.method == "dflash",
+        block_rows=drafter.block_rows(config.num_draft) if is_head else 0,
         gather=config.gather if config.tensor_parallel == 1 else devices.gather,
         max_model_len=min(config.max_model_len, target.max_position),
     )
