@@ -21,12 +21,8 @@ _RULES: tuple[Rule, ...] = (
         "accepted alike by both methods",
     ),
     (
-        lambda config: (
-            config.repeat > 1
-            and (config.draft_sampling == "sample" or config.greedy_rounds is False)
-        ),
-        "rounds_per_call above 1 is for greedy rounds: it excludes draft_sampling sample and "
-        "greedy_rounds False",
+        lambda config: config.repeat > 1 and config.greedy_rounds is False,
+        "rounds_per_call above 1 is for greedy rounds: it excludes greedy_rounds False",
     ),
     (
         lambda config: config.long_prefills and not config.small_prefills,

@@ -40,7 +40,7 @@ class DraftInputs:
     page_table: jax.Array  # [B, W] int32
     slots: jax.Array  # [B] int32, the engine's slots
     keys: jax.Array  # [B] request keys
-    temperature: jax.Array  # [B] float32
+    temperature: jax.Array | None  # [B] float32; None: all are 0
 
 
 class Proposal(NamedTuple):
@@ -84,7 +84,7 @@ def _choose(
     head: DraftHead, logits, positions, inputs: DraftInputs, sampling: Sampling
 ) -> Proposal:
     """Drafts from logits [B, J, Vd]; `positions` [B, J] are the positions of the drafted tokens."""
-    if sampling == "argmax":
+    if _takes_best(sampling, inputs):
         best = vocabulary.argmax(logits).astype(jnp.int32)
         return Proposal(head.to_target_ids(best), None)
     probs = probabilities(logits, inputs.temperature[:, None])
@@ -95,6 +95,11 @@ def _choose(
         wide = jnp.zeros((*probs.shape[:-1], head.config.vocab_size), probs.dtype)
         probs = vocabulary.columns(wide.at[..., target_ids].set(probs))
     return Proposal(head.to_target_ids(ids), probs)
+
+
+def _takes_best(sampling: Sampling, inputs: DraftInputs) -> bool:
+    """Whether no draft is drawn."""
+    return sampling == "argmax" or inputs.temperature is None
 
 
 def _keys(inputs: DraftInputs, positions: jax.Array) -> jax.Array:
@@ -148,11 +153,10 @@ def _select(
     draft_ids, scores, taken = scored
     ids = head.to_target_ids(draft_ids)
     chosen = lambda taken: jnp.take_along_axis(ids, taken[..., None], axis=-1)[..., 0]
-    with partition.over(1):
-        if sampling == "sample":
-            taken, laws = sampled_walk(scores, inputs.temperature, _keys(inputs, positions))
-    if sampling == "argmax":
+    if _takes_best(sampling, inputs):
         return Proposal(chosen(taken), None)
+    with partition.over(1):
+        taken, laws = sampled_walk(scores, inputs.temperature, _keys(inputs, positions))
     return Proposal(chosen(taken), vocabulary.scattered(ids, laws, head.config.vocab_size))
 
 

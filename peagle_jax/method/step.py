@@ -136,10 +136,12 @@ def _draft(target, drafter: Drafter, state: State, inputs: DraftInputs) -> tuple
         cache = absorbed(drafter, target, inputs, state.drafter_cache)
         return replace(state, drafter_cache=cache), _no_drafts(inputs.slots)
     proposal, cache = drafter.propose(target, inputs, state.drafter_cache)
-    _check_proposal(proposal, (len(inputs.slots), K), state.draft_probs)
-    drafts = state.drafts.at[inputs.slots, :K].set(proposal.tokens)
+    # Greedy requests' drafts are verified without their law, so it may be an older one.
     probs = state.draft_probs
-    if probs is not None:
+    is_drawn = probs is not None and inputs.temperature is not None
+    _check_proposal(proposal, (len(inputs.slots), K), probs if is_drawn else None)
+    drafts = state.drafts.at[inputs.slots, :K].set(proposal.tokens)
+    if is_drawn:
         probs = probs.at[inputs.slots, :K].set(proposal.probs)
     state = replace(state, drafter_cache=cache, drafts=drafts, draft_probs=probs)
     return state, proposal.tokens
@@ -169,7 +171,7 @@ def _stored_drafts(
     have."""
     drafts = state.drafts[plan.slots, :num_draft]
     if plan.forced is None:
-        return drafts, None  # a round without constrained rows, for argmax drafts only
+        return drafts, None  # a round of greedy requests without constrained rows
     forced = plan.forced[:, :num_draft]
     is_forced = forced >= 0
     drafts = jnp.where(is_forced, forced, drafts)

@@ -10,7 +10,6 @@ from peagle_jax.engine.device.round_shapes import greedy_shapes, rounds_per_call
     ("options", "message"),
     [
         (dict(verify_method="block"), "needs sampled drafts"),
-        (dict(rounds_per_call=2, draft_sampling="sample"), "draft_sampling sample"),
         (dict(rounds_per_call=2, greedy_rounds=False), "greedy_rounds False"),
         (dict(saved_rings=3, prefix_caching=False), "saved_rings has no effect"),
         (dict(check_replicas=True), "set tensor_parallel above 1"),
@@ -51,7 +50,7 @@ def test_light_models_run_several_rounds_in_a_call_at_every_batch_size():
         ("cpu", 2**20, dict(), 1),
         ("tpu", 2**20, dict(), 1),
         ("cuda", 2**20, dict(tensor_parallel=2), 1),
-        ("cuda", 2**20, dict(draft_sampling="sample"), 1),
+        ("cuda", 2**20, dict(draft_sampling="sample"), 4),
         ("cuda", 2**20, dict(greedy_rounds=False), 1),
     ],
 )

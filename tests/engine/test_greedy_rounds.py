@@ -74,6 +74,20 @@ def test_greedy_requests_alone_run_no_branch(plain_texts):
     }
 
 
+def test_sampled_drafts_leave_greedy_requests_their_program_and_their_text(plain_texts):
+    """Rounds of greedy requests keep no law of their drafts; rounds with others do not need it."""
+    drawn = replace(CALLS_OF_THREE, draft_sampling="sample", verify_method="block")
+    sampled = SamplingParams(max_tokens=40, temperature=1.0, seed=5, ignore_eos=True)
+    engine, general = ready(drawn), ready(replace(drawn, greedy_rounds=False, rounds_per_call=1))
+    ran = watched(engine)
+    assert texts(engine, [GREEDY] * 4) == plain_texts
+    assert {type(call) for call in ran} == {Prefill, GreedyRound}
+    # A greedy request begins alone, goes on beside a sampled one, and ends alone.
+    for together in ([GREEDY, sampled], [replace(GREEDY, max_tokens=45), sampled]):
+        assert texts(engine, together) == texts(general, together)
+    assert texts(engine, [GREEDY, sampled])[0] == plain_texts[0]
+
+
 def test_greedy_rounds_compile_after_the_first_round_of_each_batch_size():
     engine = small_engine(config(True, adaptive="load"))
     shapes = engine.programs.shapes

@@ -62,16 +62,15 @@ def greedy_shapes(config: EngineConfig, platform: str) -> tuple[RoundShape, ...]
     compile.
 
     Only the first round of each batch bucket has one: another program for each K would double the
-    time to compile them all. Sampled drafts need their requests' temperatures. `greedy_rounds` None
-    compiles them where a call runs several rounds, and on GPUs for plain decoding, where the host
-    decides the time of one request's round. With drafts they win less than 1 % of a large model's
-    round (docs/adaptive.md, "Candidates").
+    time to compile them all. `greedy_rounds` None compiles them where a call runs several rounds,
+    and on GPUs for plain decoding, where the host decides the time of one request's round. With
+    drafts they win less than 1 % of a large model's round (docs/adaptive.md, "Candidates").
     """
     wanted = config.greedy_rounds
     if wanted is None:
         is_plain = platform == "cuda" and config.num_draft == 0
         wanted = is_plain or config.repeat > 1
-    if not wanted or config.draft_sampling == "sample":
+    if not wanted:
         return ()
     most = _MOST_GREEDY if config.repeat == 1 else config.max_num_seqs
     sizes = (size for size in config.batch_buckets[::-1] if size <= most)
