@@ -28,12 +28,17 @@ _SPEC = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding
 KINDS: dict[str, list[str]] = _SPEC["kinds"]
 TABLES: dict[str, dict[str, Any]] = _SPEC["tables"]
 _ROOT = RESULTS.parents[1]
-_PAGES = ("docs/results.md", "docs/decode-step.md", "docs/training.md", "docs/rollouts.md")
+_PAGES = (
+    "docs/results.md",
+    "docs/decode-step.md",
+    "docs/training.md",
+    "docs/rollouts.md",
+    "docs/drafters.md",
+)
 PAGES = tuple(_ROOT / name for name in ("README.md", *_PAGES))
 """Pages that have tables."""
-PLOT = "served.png"
-_PLOTTED = "served-speed"
-"""The table whose rows the plot shows."""
+PLOTS = {"served.png": "served-speed", "drafters.png": "drafters"}
+"""Plots, and the tables whose rows they show."""
 _MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
 _DIGEST = "Rows"
 """Key of the digest of the shown rows in the text of a PNG: its bytes differ between versions of
@@ -63,6 +68,7 @@ def derived(row: dict) -> dict:
         k = f"K={row['num_speculative_tokens']}"
         drafts = k if row["adaptive"] == "off" else f"K by {row['adaptive']}"
         name = METHOD_NAMES[method]
+        made["method_name"] = name
         made["label"] = name if method == "none" else f"{name} {drafts}"
     if row.get("ratio_to_plain") and method == "none":
         made["ratio_to_plain"] = None
@@ -128,13 +134,14 @@ class Facts(Fields):
 
 
 def run(options: Options) -> int:
-    """Writes the tables and the plot. No page is written unless all can be drawn."""
+    """Writes the tables and the plots. No page is written unless all can be drawn."""
     measured = stored()
     drawn = {page: update_markdown(page.read_text(encoding="utf-8"), measured) for page in PAGES}
     for page, text in drawn.items():
         page.write_text(text, encoding="utf-8")
         print(page)
-    plot(chosen_rows(_PLOTTED, measured), RESULTS / PLOT)
+    for name, table in PLOTS.items():
+        plot(chosen_rows(table, measured), RESULTS / name)
     return 0
 
 
@@ -194,16 +201,16 @@ def newest(all_rows: Iterable[dict]) -> list[dict]:
 def chosen_rows(name: str, measured: Sequence[dict]) -> list[dict]:
     """The rows that a table shows."""
     table = TABLES[name]
-    wanted = {
-        field: value if isinstance(value, list) else [value]
-        for field, value in table.get("where", {}).items()
-    }
     value = lambda row, field: "" if row.get(field) is None else row[field]
+    has = lambda row, field, values: (
+        value(row, field) in (values if isinstance(values, list) else [values])
+    )
     return [
         row
         for row in measured
         if row["kind"] == table["kind"]
-        and all(value(row, field) in values for field, values in wanted.items())
+        and all(has(row, *one) for one in table.get("where", {}).items())
+        and not any(has(row, *one) for one in table.get("without", {}).items())
     ]
 
 
@@ -249,13 +256,15 @@ def _lines(table: dict, some: list[dict]) -> str:
 
 
 def _grid(table: dict, some: list[dict]) -> str:
-    across = sorted({row["concurrency"] for row in some})
+    field, order = table.get("across", "concurrency"), table.get("order", ())
+    some = sorted(some, key=lambda row: [row[one] for one in order])
+    across = sorted({row[field] for row in some})
     cells: dict[str, dict[int, str]] = {}
     for line, text in table["lines"]:
         for row in some:
             facts = Facts([row])
             if found := text_of(text, facts):
-                cells.setdefault(text_of(line, facts), {})[row["concurrency"]] = found
+                cells.setdefault(text_of(line, facts), {})[row[field]] = found
     header = [table["corner"], *map(str, across)]
     return markdown(
         header, [[line, *(own.get(one, "") for one in across)] for line, own in cells.items()]
@@ -268,6 +277,13 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
 
 
 def plot(chosen: list[dict], path: Path) -> None:
+    """Draws rows of the kind `served`, or of `acceptance`."""
+    draw = {"served": _plot_served, "acceptance": _plot_acceptance}[chosen[0]["kind"]]
+    # Without the software's version in it, equal rows give an equal file.
+    draw(chosen).savefig(path, dpi=120, metadata={"Software": None, _DIGEST: digest(chosen)})
+
+
+def _plot_served(chosen: list[dict]) -> Any:
     """Tokens per second over concurrency: of the bare engine, and by each protocol."""
     figure, (panel,) = figure_with_panels(1)
     for name, style, field in (
@@ -283,14 +299,44 @@ def plot(chosen: list[dict], path: Path) -> None:
     panel.set_xscale("log", base=2)
     panel.set_xticks(ticks, [str(tick) for tick in ticks])
     panel.yaxis.set_major_formatter("{x:,.0f}")
-    panel.set_ylim(bottom=0)
     panel.set(xlabel="concurrency", ylabel="output tokens/s")
     title = f"{facts['device']}\n{facts['model']}, {facts['formats']}, {facts['sampling']}"
-    panel.set_title(f"{title}\ncommit {facts['all_sha']}", fontsize=9)
+    _finish(panel, f"{title}\ncommit {facts['all_sha']}")
+    return figure
+
+
+def _plot_acceptance(chosen: list[dict]) -> Any:
+    """AL over K, a panel for each prompt set with several K, a line for each method."""
+    sets = [
+        own
+        for own in _groups(chosen, ["set"])
+        if len({row["num_speculative_tokens"] for row in own}) > 1
+    ]
+    figure, panels = figure_with_panels(len(sets))
+    for panel, in_set in zip(panels, sets, strict=True):
+        for number, by_method in enumerate(_groups(in_set, ["method"])):
+            for own in _groups(by_method, ["temperature"]):
+                facts = Facts(own)
+                style = "o-" if facts["temperature"] == 0 else "s--"
+                points = sorted(
+                    (row["num_speculative_tokens"], row["acceptance_length"]) for row in own
+                )
+                label = f"{facts['method_name']}, {facts['sampling']}"
+                x, y = zip(*points, strict=True)
+                panel.plot(x, y, style, color=f"C{number}", label=label, markersize=4)
+        ticks = sorted({row["num_speculative_tokens"] for row in in_set})
+        panel.set_xticks(ticks)
+        panel.set(xlabel="K, drafts a round", ylabel="AL, tokens a round")
+        facts = Facts(in_set)
+        _finish(panel, f"{facts['set']}, {facts['prompts']} prompts\n{facts['model']}")
+    return figure
+
+
+def _finish(panel: Any, title: str) -> None:
+    panel.set_ylim(bottom=0)
+    panel.set_title(title, fontsize=9)
     panel.grid(alpha=0.3)
     panel.legend(fontsize=8)
-    # Without the software's version in it, equal rows give an equal file.
-    figure.savefig(path, dpi=120, metadata={"Software": None, _DIGEST: digest(chosen)})
 
 
 def digest(chosen: list[dict]) -> str:

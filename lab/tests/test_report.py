@@ -202,11 +202,10 @@ def test_report_draws_every_page_that_has_blocks():
     assert found == set(report.PAGES)
 
 
-def test_the_plot_is_that_of_the_rows():
-    own = report.chosen_rows("served-speed", report.stored())
-    assert report.digest_of(report.RESULTS / report.PLOT) == report.digest(own), (
-        "run python -m lab report"
-    )
+@pytest.mark.parametrize("name", report.PLOTS)
+def test_the_plots_are_those_of_the_rows(name):
+    own = report.chosen_rows(report.PLOTS[name], report.stored())
+    assert report.digest_of(report.RESULTS / name) == report.digest(own), "run python -m lab report"
 
 
 def test_the_plot_holds_the_digest_of_its_rows(tmp_path):
