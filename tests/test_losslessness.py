@@ -13,6 +13,7 @@ from peagle_jax import Engine, EngineConfig, SamplingParams
 from peagle_jax.engine.device import round_shapes
 from peagle_jax.engine.host import k_by_load
 from peagle_jax.engine.host.stats import Acceptance
+from peagle_jax.method import selector
 from peagle_jax.method.drafter import Proposal
 from tests import tiny
 from tests.laws import check_law
@@ -225,6 +226,7 @@ def test_sampled_output_has_the_targets_law(method, drafts, monkeypatch, num_cas
     monkeypatch.setattr(k_by_load.LoadPolicy, "decide_every", 1)
     monkeypatch.setattr(k_by_load, "_LEAST_VERIFIED", 1)
     monkeypatch.setattr(round_shapes, "candidates", lambda most, size, platform: (0, 1, 2))
+    monkeypatch.setattr(selector, "CANDIDATES", 2)  # half of the tokens are no candidates
     small = dict(vocab_size=4)
     target = tiny.target(seed=3, **small)
     head = tiny.head(method, seed=5, draft_vocab_size=4, **small)

@@ -8,7 +8,7 @@ one pass yields all J drafts. EAGLE-3 feeds its output back as the next state: o
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -89,12 +89,17 @@ def _choose(
         return Proposal(head.to_target_ids(best), None)
     probs = probabilities(logits, inputs.temperature[:, None])
     ids = sample_rows(probs, _keys(inputs, positions))
-    if head.d2t is not None:
-        probs = vocabulary.whole(probs, head.config.draft_vocab_size)
-        target_ids = head.to_target_ids(jnp.arange(probs.shape[-1]))
-        wide = jnp.zeros((*probs.shape[:-1], head.config.vocab_size), probs.dtype)
-        probs = vocabulary.columns(wide.at[..., target_ids].set(probs))
-    return Proposal(head.to_target_ids(ids), probs)
+    return Proposal(head.to_target_ids(ids), _of_target(head, probs))
+
+
+def _of_target(head: DraftHead, probs: jax.Array) -> jax.Array:
+    """Probabilities [..., Vd] of draft ids as those of target ids."""
+    if head.d2t is None:
+        return probs
+    probs = vocabulary.whole(probs, head.config.draft_vocab_size)
+    target_ids = head.to_target_ids(jnp.arange(probs.shape[-1]))
+    wide = jnp.zeros((*probs.shape[:-1], head.config.vocab_size), probs.dtype)
+    return vocabulary.columns(wide.at[..., target_ids].set(probs))
 
 
 def _takes_best(sampling: Sampling, inputs: DraftInputs) -> bool:
@@ -122,42 +127,70 @@ def candidate_scores(
     return ids, at[..., None, :] + head.edges(target, out, ids)
 
 
-def _scored(
-    head: DraftHead, target, tables: Tables | None, out, logits
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `candidate_scores`, and the best candidates [B, J] given those before.
+class Scored(NamedTuple):
+    """Candidates of J drafts, see `candidate_scores`."""
+
+    ids: jax.Array  # [B, J, C] int32, draft ids
+    values: jax.Array  # [B, J, C] float32, the head's logits
+    scores: jax.Array  # [B, J, C, C] float32
+    taken: jax.Array  # [B, J] int32, the best given those before
+
+    @classmethod
+    def of(cls, ids: jax.Array, values: jax.Array, edges: jax.Array) -> Self:
+        """With the edges [B, J, C, C] that a selector adds."""
+        scores = values[..., None, :] + edges
+        with partition.over(1):  # all devices have all candidates
+            return cls(ids, values, scores, walk(jnp.argmax(scores, axis=-1).astype(jnp.int32)))
+
+
+def _scored(head: DraftHead, target, tables: Tables | None, out, logits) -> Scored:
+    """Candidates of logits [B, J, Vd].
 
     Args:
       tables: of `DraftHead.tables`; None: the products of the edges are computed here.
       out: [B, J or more, D], the layers' output.
     """
     J = logits.shape[1]
+    ids, values = candidates(logits, head.config.draft_vocab_size)
     if tables is None:
-        ids, scores = candidate_scores(head, target, out[:, :J], logits)
-    else:
-        ids, values = candidates(logits, head.config.draft_vocab_size)
-        states = head.selector.hidden(head.norm(out), out_dtype=jnp.float32)[:, :J]
-        scores = values[..., None, :] + head.selector.scale * table_edges(tables, ids, states)
-    with partition.over(1):  # all devices have all candidates
-        return ids, scores, walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
+        return Scored.of(ids, values, head.edges(target, out[:, :J], ids))
+    states = head.selector.hidden(head.norm(out), out_dtype=jnp.float32)[:, :J]
+    return Scored.of(ids, values, head.selector.scale * table_edges(tables, ids, states))
 
 
 def _select(
     head: DraftHead,
-    scored: tuple[jax.Array, jax.Array, jax.Array],
+    scored: Scored,
+    logits: jax.Array,
     positions,
     inputs: DraftInputs,
     sampling: Sampling,
 ) -> Proposal:
-    """Drafts that the head's selector chooses, see `_choose`; `scored` is as of `_scored`."""
-    draft_ids, scores, taken = scored
+    """Drafts that the head's selector chooses, see `_choose`.
+
+    A drawn draft may also be none of the candidates: at a temperature the tokens beyond them have
+    a share of the law, which would be lost.
+    """
+    draft_ids = scored.ids
     ids = head.to_target_ids(draft_ids)
     chosen = lambda taken: jnp.take_along_axis(ids, taken[..., None], axis=-1)[..., 0]
     if _takes_best(sampling, inputs):
-        return Proposal(chosen(taken), None)
+        return Proposal(chosen(scored.taken), None)
+    keys = jax.vmap(jax.vmap(jax.random.split))(_keys(inputs, positions))
+    probs = probabilities(logits, inputs.temperature[:, None])
+    ones = jnp.ones(draft_ids.shape, probs.dtype)
+    is_candidate = vocabulary.scattered(draft_ids, ones, head.config.draft_vocab_size) > 0
+    others = jnp.where(is_candidate, 0.0, probs)
+    other = head.to_target_ids(sample_rows(others, keys[..., 0]))
+    rest = vocabulary.total(others)
     with partition.over(1):
-        taken, laws = sampled_walk(scores, inputs.temperature, _keys(inputs, positions))
-    return Proposal(chosen(taken), vocabulary.scattered(ids, laws, head.config.vocab_size))
+        taken, laws = sampled_walk(
+            scored.scores, scored.values, rest, inputs.temperature, keys[..., 1]
+        )
+    num = ids.shape[-1]
+    tokens = jnp.where(taken < num, chosen(jnp.minimum(taken, num - 1)), other)
+    law = vocabulary.scattered(ids, laws, head.config.vocab_size) + _of_target(head, others)
+    return Proposal(tokens, law)
 
 
 def _absorb(head: DraftHead, target, inputs: DraftInputs, cache: list[LayerCache]):
@@ -209,7 +242,7 @@ class ParallelDrafter:
         logits = self.head.logits(target, out)[:, :J]
         if self.selects:
             scored = _scored(self.head, target, self.tables, out, logits)
-            proposal = _select(self.head, scored, drafted_at, inputs, self.sampling)
+            proposal = _select(self.head, scored, logits, drafted_at, inputs, self.sampling)
         else:
             proposal = _choose(self.head, logits, drafted_at, inputs, self.sampling)
         return proposal, cache
@@ -328,7 +361,7 @@ class BlockDrafter:
         positions = inputs.start[:, None] + last + 2 + jnp.arange(K)
         if self.selects:
             scored = self._scored(newest[:, 0], out, logits)
-            return _select(head, scored, positions, inputs, self.sampling), cache
+            return _select(head, scored, logits, positions, inputs, self.sampling), cache
         if head.markov_before is None:
             return _choose(head, logits, positions, inputs, self.sampling), cache
         proposals, before = [], newest
@@ -339,12 +372,10 @@ class BlockDrafter:
             before = proposals[-1].tokens
         return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *proposals), cache
 
-    def _scored(self, newest, out, logits):
+    def _scored(self, newest, out, logits) -> Scored:
         """As `_scored`, by a `selector.TableSelector`."""
         ids, values = candidates(logits, self.head.config.draft_vocab_size)
-        scores = values[..., None, :] + self.head.selector(newest, self.head.norm(out), ids)
-        with partition.over(1):  # all devices have all candidates
-            return ids, scores, walk(jnp.argmax(scores, axis=-1).astype(jnp.int32))
+        return Scored.of(ids, values, self.head.selector(newest, self.head.norm(out), ids))
 
     def absorb(self, target, inputs: DraftInputs, cache: list[LayerCache]):
         context, attend = self.head.context(inputs.taps), PagedBlocks(inputs, 0)

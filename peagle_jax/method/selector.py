@@ -204,20 +204,27 @@ def rows_of(values: jax.Array, taken: jax.Array) -> jax.Array:
 
 
 def sampled_walk(
-    scores: jax.Array, temperature: jax.Array, keys: jax.Array
+    scores: jax.Array, values: jax.Array, rest: jax.Array, temperature: jax.Array, keys: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws each candidate from softmax(S / T), given the one before.
+    """Draws each candidate from softmax(S / T), given the one before, or none of them.
 
-    The noise of a candidate is the same after every a. Only one a is taken, so the draw has the law
-    of its row.
+    None has its chance under the head alone; after it the candidates have the head's own law. The
+    noise of a candidate is the same after every a. Only one a is taken, so the draw has the law of
+    its row.
 
     Args:
       scores: [B, J, C, C], S of candidate b (last axis) after candidate a.
+      values: [B, J, C], the head's logits of the candidates.
+      rest: [B, J], probability under the head of the tokens that are no candidates.
       temperature: [B]; 0 takes the argmax.
       keys: [B, J] random keys.
     Returns:
-      (the candidates taken [B, J] int32, their laws given those before [B, J, C] float32).
+      (the candidates taken [B, J] int32, C for none of them; the laws of the candidates given those
+      before [B, J, C] float32, with the sum 1 - rest).
     """
-    laws = probabilities(scores, temperature[:, None, None])
+    some = jnp.concatenate([scores, values[:, :, None]], axis=2)
+    some = probabilities(some, temperature[:, None, None]) * (1 - rest)[..., None, None]
+    none = jnp.broadcast_to(rest[..., None, None], (*some.shape[:-1], 1))
+    laws = jnp.concatenate([some, none], axis=-1)
     taken = walk(sample_rows(laws, jnp.broadcast_to(keys[..., None], laws.shape[:-1])))
-    return taken, rows_of(laws, taken)
+    return taken, rows_of(some, taken)
