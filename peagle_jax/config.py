@@ -349,7 +349,7 @@ class EngineOptions:
         "argmax", "above temperature 0: draft the head's likeliest tokens, or draw them"
     )
     verify_method: Literal["token", "block"] = option(
-        "token", "accept sampled drafts one by one, or in a block: never fewer"
+        "block", "accept drawn drafts in a block, or one by one: never more"
     )
     tensor_parallel: int = option(
         1, "devices that share the model and run every round together", at_least(1), metavar="N"

@@ -16,11 +16,6 @@ _RULES: tuple[Rule, ...] = (
         "max_logprobs and saved_rings must not be negative",
     ),
     (
-        lambda config: config.verify_method == "block" and config.draft_sampling == "argmax",
-        "verify_method block needs sampled drafts: set draft_sampling to sample. Argmax drafts are "
-        "accepted alike by both methods",
-    ),
-    (
         lambda config: config.repeat > 1 and config.greedy_rounds is False,
         "rounds_per_call above 1 is for greedy rounds: it excludes greedy_rounds False",
     ),

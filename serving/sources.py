@@ -94,7 +94,7 @@ _OF_DRAFTS: dict[str, tuple[object, ...]] = {
     "num_speculative_tokens": (),
     "adaptive": ("off",),
     "draft_sampling": ("argmax",),
-    "verify_method": ("token",),
+    "verify_method": ("block",),
 }
 """Options of a head's drafts, with values that ask for nothing."""
 

@@ -91,7 +91,7 @@ def refuse_ineffective(args: argparse.Namespace) -> None:
     """Raises `ConfigError` for an option that another one leaves without effect."""
     drafting = {
         "--draft-sampling sample": args.draft_sampling == "sample",
-        "--verify-method block": args.verify_method == "block",
+        "--verify-method token": args.verify_method == "token",
     }
     of_rounds = {
         "--adaptive": args.adaptive not in (None, "off"),

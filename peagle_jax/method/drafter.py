@@ -7,6 +7,7 @@ appends J-1 mask slots, whose token is the mask token and whose state is the lea
 one pass yields all J drafts. EAGLE-3 feeds its output back as the next state: one pass per draft.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol, Self
 
@@ -22,6 +23,7 @@ from peagle_jax.models.cache import LayerCache, PageCache, PagedAttention
 from peagle_jax.models.layers import Attention, AttentionRows
 from peagle_jax.models.rope_angles import rope_angles
 from peagle_jax.parallel import partition, vocabulary
+from peagle_jax.parallel.shares import vocabulary_rows
 
 
 @jax.tree_util.register_dataclass
@@ -84,12 +86,16 @@ def _choose(
     head: DraftHead, logits, positions, inputs: DraftInputs, sampling: Sampling
 ) -> Proposal:
     """Drafts from logits [B, J, Vd]; `positions` [B, J] are the positions of the drafted tokens."""
-    if _takes_best(sampling, inputs):
-        best = vocabulary.argmax(logits).astype(jnp.int32)
-        return Proposal(head.to_target_ids(best), None)
-    probs = probabilities(logits, inputs.temperature[:, None])
-    ids = sample_rows(probs, _keys(inputs, positions))
-    return Proposal(head.to_target_ids(ids), _of_target(head, probs))
+
+    def best() -> jax.Array:
+        return head.to_target_ids(vocabulary.argmax(logits).astype(jnp.int32))
+
+    def drawn() -> Proposal:
+        probs = probabilities(logits, inputs.temperature[:, None])
+        ids = sample_rows(probs, _keys(inputs, positions))
+        return Proposal(head.to_target_ids(ids), _of_target(head, probs))
+
+    return _drawn_or_best(best, drawn, head.config.vocab_size, inputs, sampling)
 
 
 def _of_target(head: DraftHead, probs: jax.Array) -> jax.Array:
@@ -102,9 +108,25 @@ def _of_target(head: DraftHead, probs: jax.Array) -> jax.Array:
     return vocabulary.columns(wide.at[..., target_ids].set(probs))
 
 
-def _takes_best(sampling: Sampling, inputs: DraftInputs) -> bool:
-    """Whether no draft is drawn."""
-    return sampling == "argmax" or inputs.temperature is None
+def _drawn_or_best(
+    best: Callable[[], jax.Array],
+    drawn: Callable[[], Proposal],
+    vocab_size: int,
+    inputs: DraftInputs,
+    sampling: Sampling,
+) -> Proposal:
+    """Drafts `drawn` if some request of the batch has a temperature, else the `best` ones [B, J],
+    of which verification needs no law."""
+    if sampling == "argmax" or inputs.temperature is None:
+        return Proposal(best(), None)
+
+    def without_law() -> Proposal:
+        tokens = best()
+        width = vocabulary_rows(vocab_size, partition.size())
+        return Proposal(tokens, jnp.zeros((*tokens.shape, width), jnp.float32))
+
+    some = jnp.any(inputs.temperature > 0).astype(jnp.int32)
+    return partition.switch(some, [without_law, drawn])
 
 
 def _keys(inputs: DraftInputs, positions: jax.Array) -> jax.Array:
@@ -171,26 +193,28 @@ def _select(
     A drawn draft may also be none of the candidates: at a temperature the tokens beyond them have
     a share of the law, which would be lost.
     """
-    draft_ids = scored.ids
-    ids = head.to_target_ids(draft_ids)
+    ids = head.to_target_ids(scored.ids)
     chosen = lambda taken: jnp.take_along_axis(ids, taken[..., None], axis=-1)[..., 0]
-    if _takes_best(sampling, inputs):
-        return Proposal(chosen(scored.taken), None)
-    keys = jax.vmap(jax.vmap(jax.random.split))(_keys(inputs, positions))
-    probs = probabilities(logits, inputs.temperature[:, None])
-    ones = jnp.ones(draft_ids.shape, probs.dtype)
-    is_candidate = vocabulary.scattered(draft_ids, ones, head.config.draft_vocab_size) > 0
-    others = jnp.where(is_candidate, 0.0, probs)
-    other = head.to_target_ids(sample_rows(others, keys[..., 0]))
-    rest = vocabulary.total(others)
-    with partition.over(1):
-        taken, laws = sampled_walk(
-            scored.scores, scored.values, rest, inputs.temperature, keys[..., 1]
-        )
-    num = ids.shape[-1]
-    tokens = jnp.where(taken < num, chosen(jnp.minimum(taken, num - 1)), other)
-    law = vocabulary.scattered(ids, laws, head.config.vocab_size) + _of_target(head, others)
-    return Proposal(tokens, law)
+
+    def drawn() -> Proposal:
+        keys = jax.vmap(jax.vmap(jax.random.split))(_keys(inputs, positions))
+        probs = probabilities(logits, inputs.temperature[:, None])
+        ones = jnp.ones(ids.shape, probs.dtype)
+        is_candidate = vocabulary.scattered(scored.ids, ones, head.config.draft_vocab_size) > 0
+        others = jnp.where(is_candidate, 0.0, probs)
+        other = head.to_target_ids(sample_rows(others, keys[..., 0]))
+        rest = vocabulary.total(others)
+        with partition.over(1):  # all devices have all candidates
+            taken, laws = sampled_walk(
+                scored.scores, scored.values, rest, inputs.temperature, keys[..., 1]
+            )
+        num = ids.shape[-1]
+        tokens = jnp.where(taken < num, chosen(jnp.minimum(taken, num - 1)), other)
+        law = vocabulary.scattered(ids, laws, head.config.vocab_size) + _of_target(head, others)
+        return Proposal(tokens, law)
+
+    best = lambda: chosen(scored.taken)
+    return _drawn_or_best(best, drawn, head.config.vocab_size, inputs, sampling)
 
 
 def _absorb(head: DraftHead, target, inputs: DraftInputs, cache: list[LayerCache]):

@@ -142,7 +142,10 @@ def _draft(target, drafter: Drafter, state: State, inputs: DraftInputs) -> tuple
     _check_proposal(proposal, (len(inputs.slots), K), probs if is_drawn else None)
     drafts = state.drafts.at[inputs.slots, :K].set(proposal.tokens)
     if is_drawn:
-        probs = probs.at[inputs.slots, :K].set(proposal.probs)
+        law = proposal.probs
+        if law is None:  # a drafter that is certain of its drafts
+            law = vocabulary.one_hot(proposal.tokens, probs.shape[-1], probs.dtype)
+        probs = probs.at[inputs.slots, :K].set(law)
     state = replace(state, drafter_cache=cache, drafts=drafts, draft_probs=probs)
     return state, proposal.tokens
 
@@ -152,11 +155,11 @@ def _check_proposal(proposal, shape: tuple[int, int], kept: jax.Array | None) ->
     if proposal.tokens.shape != shape or proposal.tokens.dtype != jnp.int32:
         found = f"{proposal.tokens.dtype}{list(proposal.tokens.shape)}"
         raise ConfigError(f"the drafter proposes tokens {found}: they must be int32{list(shape)}")
-    if kept is None:
+    if kept is None or proposal.probs is None:
         return
-    wanted = (*shape, kept.shape[-1])
-    if proposal.probs is None or proposal.probs.shape != wanted:
-        raise ConfigError(f"draft_sampling='sample' needs a proposal's probs, {list(wanted)}")
+    wanted, found = [*shape, kept.shape[-1]], list(proposal.probs.shape)
+    if found != wanted:
+        raise ConfigError(f"the drafter proposes probs {found}: they must be {wanted}, or None")
 
 
 def _no_drafts(slots: jax.Array) -> jax.Array:

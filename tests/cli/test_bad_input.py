@@ -44,7 +44,7 @@ def edit_config(folder, **changes) -> None:
         (["x", "--method", "none", "--draft-sampling", "sample"], ["no effect", "--method none"]),
         (["x", "--method", "none", "--adaptive", "load"], ["no effect", "--method none"]),
         (
-            ["--compare", "y", "--draft-sampling", "sample", "--verify-method", "block"],
+            ["--compare", "y", "--draft-sampling", "sample", "--verify-method", "token"],
             ["no effect", "--compare is greedy"],
         ),
         (["x", "--concurrency", "0"], ["--concurrency 0"]),

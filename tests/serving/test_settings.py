@@ -61,7 +61,7 @@ def test_every_option_exists_in_all_three_places(file):
     special |= dict(saved_rings=5, prefill_chunk=77, prefill_rows=3, max_num_seqs=9)
     special |= dict(allowed_origins="http://a:1")
     special |= dict(max_connections=7, max_connections_per_address=3, small_prefills=True)
-    special |= dict(selector=False, draft_sampling="sample", verify_method="block")
+    special |= dict(selector=False, draft_sampling="sample", verify_method="token")
     special |= dict(ready="first", compile_only=True)
     tls = dict(tls_cert="cert", tls_key="key", tls_client_ca="ca")
     together = dict.fromkeys(tls, tls)

@@ -275,7 +275,7 @@ def _call_bytes(target: TargetConfig, config: EngineConfig, platform: str) -> in
     rows = max(shape.size * (shape.num_draft + 1) for shape in round_shapes(config, platform))
     rows = max(rows, BLOCK if config.prompt_logprobs else 0)
     logits = 4 * rows * vocabulary_rows(target.vocab_size, config.tensor_parallel)
-    if config.verify_method == "block":
+    if (config.draft_sampling, config.verify_method) == ("sample", "block"):
         logits *= 3  # the target's distributions and the residuals are as large
     width = 2 * target.hidden_size + target.intermediate_size
     itemsize = jax.numpy.dtype(config.dtype).itemsize
