@@ -329,14 +329,14 @@ class SweepOptions(ModelOptions):
     chat: bool | None = None
     max_model_len: int = 2048
     temperature: float = 0.0
+    draft_sampling: str = EngineConfig.draft_sampling
     ignore_eos: bool = False
 
 
 REMOVED = {
     "ngram": "drafts that are copied from the text did not pay; leave it out",
     **dict.fromkeys(
-        ("draft-sampling", "verify-method", "no-selector", "quantization"),
-        "no row had it; leave it out",
+        ("verify-method", "no-selector", "quantization"), "no row had it; leave it out"
     ),
 }
 """Options that `SweepOptions` had."""

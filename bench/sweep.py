@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.cells import Variant
-from bench.command import ModelOptions, SweepOptions
+from bench.command import SweepOptions
 from bench.models import Models
 from bench.rows import DATA
 from peagle_jax.cli import runs
@@ -55,11 +55,11 @@ def runnable(
 
 
 def engines(
-    models: Models, options: ModelOptions, config: EngineConfig
+    models: Models, options: SweepOptions, config: EngineConfig
 ) -> Iterator[tuple[Variant, Engine]]:
     """Yields warm engines one at a time; each gives its cache back before the next is made."""
     for variant in models.variants(options):
-        own = replace(config, adaptive=variant.adaptive)
+        own = replace(config, adaptive=variant.adaptive, draft_sampling=options.draft_sampling)
         engine = models.engine(variant.method, variant.num_draft, own)
         runs.warm_up(engine)
         yield variant, engine

@@ -45,7 +45,10 @@ _DIGEST = "Rows"
 matplotlib, the digest does not."""
 
 
-_DEFAULTS = {"kv_cache_dtype": "auto", "activations": "bf16", "adaptive": "off", "date": ""}
+_DEFAULTS = {
+    **{"kv_cache_dtype": "auto", "activations": "bf16", "adaptive": "off", "date": ""},
+    "draft_sampling": "argmax",
+}
 """Fields that the first rows lack."""
 PROTOCOLS = {"grpc": "gRPC", "http": "HTTP"}
 _AGGREGATES = {
@@ -68,6 +71,7 @@ def derived(row: dict) -> dict:
         k = f"K={row['num_speculative_tokens']}"
         drafts = k if row["adaptive"] == "off" else f"K by {row['adaptive']}"
         name = METHOD_NAMES[method]
+        drafts += ", drawn" * (row["draft_sampling"] == "sample")
         made["method_name"] = name
         made["label"] = name if method == "none" else f"{name} {drafts}"
     if row.get("ratio_to_plain") and method == "none":
