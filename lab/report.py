@@ -310,7 +310,9 @@ def _plot_served(chosen: list[dict]) -> Any:
 
 
 def _plot_acceptance(chosen: list[dict]) -> Any:
-    """AL over K, a panel for each prompt set with several K, a line for each method."""
+    """AL over K, a panel for each prompt set with several K, a line for each method; of the device
+    that has most rows."""
+    chosen = max(_groups(chosen, ["device"]), key=len)
     sets = [
         own
         for own in _groups(chosen, ["set"])
