@@ -139,7 +139,7 @@ class Models:
             "concurrency": concurrency,
             "max_tokens": options.max_tokens,
             "temperature": options.temperature,
-            "draft_sampling": options.draft_sampling,
+            "draft_sampling": "argmax" if variant.method == "none" else options.draft_sampling,
         }
 
     def engine(self, method: str, num_draft: int, config: EngineConfig) -> Engine:

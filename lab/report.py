@@ -71,8 +71,9 @@ def derived(row: dict) -> dict:
         k = f"K={row['num_speculative_tokens']}"
         drafts = k if row["adaptive"] == "off" else f"K by {row['adaptive']}"
         name = METHOD_NAMES[method]
-        drafts += ", drawn" * (row["draft_sampling"] == "sample")
-        made["method_name"] = name
+        drawn = ", drawn" * (row["draft_sampling"] == "sample")
+        drafts += drawn
+        made["method_name"] = name + drawn
         made["label"] = name if method == "none" else f"{name} {drafts}"
     if row.get("ratio_to_plain") and method == "none":
         made["ratio_to_plain"] = None
@@ -321,7 +322,7 @@ def _plot_acceptance(chosen: list[dict]) -> Any:
     figure, panels = figure_with_panels(len(sets))
     for panel, in_set in zip(panels, sets, strict=True):
         for number, by_method in enumerate(_groups(in_set, ["method"])):
-            for own in _groups(by_method, ["temperature"]):
+            for own in _groups(by_method, ["temperature", "draft_sampling"]):
                 facts = Facts(own)
                 style = "o-" if facts["temperature"] == 0 else "s--"
                 points = sorted(

@@ -16,6 +16,10 @@ _RULES: tuple[Rule, ...] = (
         "max_logprobs and saved_rings must not be negative",
     ),
     (
+        lambda config: config.verify_method == "token" and config.draft_sampling == "argmax",
+        "verify_method token is for drawn drafts: set draft_sampling to sample, or leave it out",
+    ),
+    (
         lambda config: config.repeat > 1 and config.greedy_rounds is False,
         "rounds_per_call above 1 is for greedy rounds: it excludes greedy_rounds False",
     ),

@@ -241,7 +241,7 @@ def test_sampled_output_has_the_targets_law(method, drafts, monkeypatch, num_cas
         prefill_rows=16,
         adaptive="load" if drafts == "changing K" else "off",
         draft_sampling="argmax" if drafts == "argmax" else "sample",
-        verify_method="block" if drafts == "block" else "token",
+        verify_method="block" if drafts in ("block", "argmax") else "token",
         max_logprobs=0,
         max_waiting=count,
     )

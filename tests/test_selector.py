@@ -70,8 +70,9 @@ def test_a_sampled_walk_has_the_law_that_it_reports(num_cases):
     scores = rng.normal(0, 2, (J, C, C)).astype(np.float32)
     values, rest = rng.normal(0, 2, (J, C)).astype(np.float32), np.float32([0.3, 0.0, 0.6])
     keys = jax.random.split(jax.random.key(5), (count, J))
-    many = [jnp.broadcast_to(x, (count, *x.shape)) for x in (scores, values, rest)]
-    taken, laws = jax.jit(sampled_walk)(*many, jnp.full(count, temperature), keys)
+    many = [jnp.broadcast_to(x, (count, *x.shape)) for x in (scores, values, 1 - rest, rest)]
+    walked = jax.jit(sampled_walk)(*many[:2], tuple(many[2:]), jnp.full(count, temperature), keys)
+    taken, laws = walked
     p = np.exp(np.float64(np.concatenate([scores, values[:, None]], axis=1)) / temperature)
     p *= (1 - rest)[:, None, None] / p.sum(-1, keepdims=True)
     p = np.concatenate([p, np.broadcast_to(rest[:, None, None], (J, C + 1, 1))], axis=-1)
@@ -89,7 +90,8 @@ def test_a_sampled_walk_has_the_law_that_it_reports(num_cases):
 def test_walks_at_temperature_0_take_the_argmax():
     scores = jnp.asarray(np.random.default_rng(2).normal(size=(4, 5, 6, 6)), jnp.float32)
     keys = jax.random.split(jax.random.key(0), (4, 5))
-    taken, laws = sampled_walk(scores, scores[..., 0], jnp.zeros((4, 5)), jnp.zeros(4), keys)
+    shares = jnp.ones((4, 5)), jnp.zeros((4, 5))
+    taken, laws = sampled_walk(scores, scores[..., 0], shares, jnp.zeros(4), keys)
     np.testing.assert_array_equal(taken, walk(jnp.argmax(scores, -1)))
     assert (np.asarray(laws).max(-1) == 1).all()
 

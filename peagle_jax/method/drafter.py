@@ -50,7 +50,7 @@ class Proposal(NamedTuple):
 
     Attributes:
       tokens: [B, J] int32, target ids.
-      probs: [B, J, V] float32, their distributions; None: argmax drafts.
+      probs: [B, J, V] float32, their distributions; None: each is certain.
     """
 
     tokens: jax.Array
@@ -203,10 +203,11 @@ def _select(
         is_candidate = vocabulary.scattered(scored.ids, ones, head.config.draft_vocab_size) > 0
         others = jnp.where(is_candidate, 0.0, probs)
         other = head.to_target_ids(sample_rows(others, keys[..., 0]))
-        rest = vocabulary.total(others)
+        # Not 1 - the sum of the others, which may round to less than nothing.
+        shares = vocabulary.total(jnp.stack([probs - others, others]))
         with partition.over(1):  # all devices have all candidates
             taken, laws = sampled_walk(
-                scored.scores, scored.values, rest, inputs.temperature, keys[..., 1]
+                scored.scores, scored.values, tuple(shares), inputs.temperature, keys[..., 1]
             )
         num = ids.shape[-1]
         tokens = jnp.where(taken < num, chosen(jnp.minimum(taken, num - 1)), other)

@@ -9,12 +9,12 @@ candidates: with a the draft at d-1 and b among the C = 16 most likely tokens at
 
 where e is the embedding, h_d the head's normed state, and u(b) the row of b in the head's
 unembedding. Draft 1 sees the token before it, so it has no edge. Draft d is the argmax of S_d, or a
-draw from softmax(S_d / T).
+draw: of the candidates by softmax(S_d / T), of all other tokens by the head's own law.
 
 All C x C pairs of all drafts are scored in parallel. So is the best b for every a, with one Gumbel
 noise per b when drafts are sampled: what remains of the walk from draft to draft is J-1 lookups of
-one number. The law of draft d given the drafts before it is softmax(S_d / T) over C tokens, and
-verification gets this law. So the output keeps the target's law whatever the selector has learned.
+one number. Verification gets the law of draft d given the drafts before it. So the output keeps the
+target's law whatever the selector has learned.
 """
 
 import math
@@ -204,7 +204,11 @@ def rows_of(values: jax.Array, taken: jax.Array) -> jax.Array:
 
 
 def sampled_walk(
-    scores: jax.Array, values: jax.Array, rest: jax.Array, temperature: jax.Array, keys: jax.Array
+    scores: jax.Array,
+    values: jax.Array,
+    shares: tuple[jax.Array, jax.Array],
+    temperature: jax.Array,
+    keys: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws each candidate from softmax(S / T), given the one before, or none of them.
 
@@ -215,16 +219,17 @@ def sampled_walk(
     Args:
       scores: [B, J, C, C], S of candidate b (last axis) after candidate a.
       values: [B, J, C], the head's logits of the candidates.
-      rest: [B, J], probability under the head of the tokens that are no candidates.
+      shares: [B, J] each, probability under the head of the candidates and of all others.
       temperature: [B]; 0 takes the argmax.
       keys: [B, J] random keys.
     Returns:
       (the candidates taken [B, J] int32, C for none of them; the laws of the candidates given those
-      before [B, J, C] float32, with the sum 1 - rest).
+      before [B, J, C] float32, with the candidates' share as sum).
     """
+    own, others = (share[..., None, None] for share in shares)
     some = jnp.concatenate([scores, values[:, :, None]], axis=2)
-    some = probabilities(some, temperature[:, None, None]) * (1 - rest)[..., None, None]
-    none = jnp.broadcast_to(rest[..., None, None], (*some.shape[:-1], 1))
+    some = own * probabilities(some, temperature[:, None, None])
+    none = jnp.broadcast_to(others, (*some.shape[:-1], 1))
     laws = jnp.concatenate([some, none], axis=-1)
     taken = walk(sample_rows(laws, jnp.broadcast_to(keys[..., None], laws.shape[:-1])))
     return taken, rows_of(some, taken)

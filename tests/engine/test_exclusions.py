@@ -9,6 +9,7 @@ from peagle_jax.engine.device.round_shapes import greedy_shapes, rounds_per_call
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (dict(verify_method="token"), "for drawn drafts"),
         (dict(rounds_per_call=2, greedy_rounds=False), "greedy_rounds False"),
         (dict(saved_rings=3, prefix_caching=False), "saved_rings has no effect"),
         (dict(check_replicas=True), "set tensor_parallel above 1"),
@@ -18,7 +19,8 @@ from peagle_jax.engine.device.round_shapes import greedy_shapes, rounds_per_call
 def test_options_that_exclude_each_other_are_refused_by_name(options, message):
     for name, value in options.items():
         alone = {name: value}
-        needed = dict(tensor_parallel=2) if {"check_replicas", "gather"} & alone.keys() else {}
+        needed = dict(draft_sampling="sample") if "verify_method" in alone else {}
+        needed |= dict(tensor_parallel=2) if {"check_replicas", "gather"} & alone.keys() else {}
         EngineConfig(**alone, **needed)
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**options)

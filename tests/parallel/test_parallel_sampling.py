@@ -73,6 +73,8 @@ def test_every_kind_of_request_gets_the_text_of_one_device(count, draft_sampling
 
 
 @pytest.mark.slow
-def test_drafts_that_are_accepted_in_blocks_are_those_of_one_device():
-    rules = dict(draft_sampling="sample", verify_method="block")
-    check_equal(*(completions(n, tiny.head(**HEADS), **rules) for n in (2, 1)))
+@pytest.mark.parametrize("method", ["peagle", "selector"])
+def test_drafts_that_are_accepted_one_by_one_are_those_of_one_device(method):
+    head = tiny.head(method, **HEADS, draft_vocab_size=50)
+    rules = dict(draft_sampling="sample", verify_method="token")
+    check_equal(*(completions(n, head, **rules) for n in (2, 1)))
