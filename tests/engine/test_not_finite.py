@@ -19,6 +19,7 @@ LENGTHS = (3, 9, 17, 5)
 PROMPTS = [np.random.default_rng(i).integers(2, 100, n).tolist() for i, n in enumerate(LENGTHS)]
 BAD = 120  # the token whose embedding is NaN; no prompt holds it
 HEALTHY = [SamplingParams(max_tokens=MAX_TOKENS, temperature=t, seed=7) for t in (0.0, 1.0)]
+DRAWN = dict(draft_sampling="sample")
 METHODS = [("peagle", 3), ("eagle3", 2), ("dflash", 3), ("none", 0)]
 FAMILIES = ["llama", "qwen3_moe", "gpt_oss"]
 
@@ -126,18 +127,20 @@ def test_one_number_of_any_matrix_is_found(family, number):
 
 
 @pytest.mark.sampled(0, slow=1)
-@pytest.mark.parametrize("draft_sampling", ["argmax", "sample"])
+@pytest.mark.parametrize(
+    "rules", [{}, DRAWN, DRAWN | dict(verify_method="token")], ids=["argmax", "block", "token"]
+)
 @pytest.mark.parametrize(("method", "num_draft"), METHODS[:3])
-def test_a_drafter_of_nan_costs_its_drafts_and_nothing_else(method, num_draft, draft_sampling):
+def test_a_drafter_of_nan_costs_its_drafts_and_nothing_else(method, num_draft, rules):
     target = tiny.target()
     broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), tiny.head(method))
-    engine = engine_of(target, method, num_draft, broken, draft_sampling=draft_sampling)
+    engine = engine_of(target, method, num_draft, broken, **rules)
     params = SamplingParams(max_tokens=MAX_TOKENS)
     want = [c.tokens for c in engine_of(target, "none", 0).generate(PROMPTS, params)]
     done = engine.generate(PROMPTS, params)
     assert [c.tokens for c in done] == want
     sampled = engine.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0))
     assert {c.finish_reason for c in sampled} == {"length"}
-    if draft_sampling == "sample":
+    if rules:
         assert sum(c.accepted for c in sampled) == 0
     assert engine.scheduler.num_not_finite == 0
